@@ -1,0 +1,30 @@
+# Two commands do everything, each from nothing:  make demo   make test
+PYTHON ?= python3
+SEED ?= 0
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: setup demo test clean
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+# Made once, and anew when what it is made from changes.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "moatlab needs Python 3.11 or newer; name one with: make PYTHON=python3.11"; exit 1; }
+	@echo "setting up .venv (PyTorch is large; this takes a minute or two)"
+	@$(PYTHON) -m venv --clear .venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+demo: setup
+	@$(BIN)/moat demo --seed $(SEED)
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+clean:
+	rm -rf .venv build dist

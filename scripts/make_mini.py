@@ -1,0 +1,58 @@
+"""Makes the embedded `mini` data set from CIFAR-10: its first images, averaged 2x2 down to 16x16.
+
+`python scripts/make_mini.py` writes the two files, with `--check` it compares them with what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+
+import numpy as np
+import numpy.typing as npt
+
+from moatlab.data import KNOWN_SIZES, MINI_FOLDER, MINI_SHA256, load_images
+from moatlab.data.cifar import Labels, Pixels, to_records
+
+
+def shrink(x: Pixels) -> Pixels:
+    """The mean of each 2x2 block, rounded half to even."""
+    n, height, width, channels = x.shape
+    blocks = x.reshape(n, height // 2, 2, width // 2, 2, channels)
+    means: npt.NDArray[np.float64] = blocks.mean(axis=(2, 4))
+    return np.rint(means).astype(np.uint8)
+
+
+def make(x: Pixels, y: Labels, count: int) -> bytes:
+    return to_records(shrink(x[:count]), y[:count]).tobytes()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data-dir", help="where CIFAR-10 is; it is fetched when this is left out")
+    parser.add_argument("--check", action="store_true", help="write nothing, compare with the files in the package")
+    options = parser.parse_args()
+
+    cifar10 = load_images("cifar10", options.data_dir)
+    train_count, test_count, _ = KNOWN_SIZES["mini"]
+    files = {
+        "train.bin": make(cifar10.train_x.numpy(), cifar10.train_y.numpy(), train_count),
+        "test.bin": make(cifar10.test_x.numpy(), cifar10.test_y.numpy(), test_count),
+    }
+    same = True
+    for name, content in files.items():
+        sha256 = hashlib.sha256(content).hexdigest()
+        print(f"{sha256}  {name}")
+        same &= sha256 == MINI_SHA256[name]
+        if options.check:
+            same &= content == (MINI_FOLDER / name).read_bytes()
+        else:
+            (MINI_FOLDER / name).write_bytes(content)
+    if not same:
+        print("differs from the package's files or from MINI_SHA256 in moatlab.data", file=sys.stderr)
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

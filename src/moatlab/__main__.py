@@ -1,0 +1,3 @@
+from moatlab.cli import main
+
+main()

@@ -1,0 +1,272 @@
+"""The command line: thin. It parses, calls, prints; torch is imported by the commands that need it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+import typing
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from moatlab.errors import Interrupted, RunFailed, UserError
+from moatlab.recipe import PRESETS, Recipe, default_preset, make_recipe, option_name, slug
+
+COST_NAMES = ("forwards", "input_backwards", "weight_backwards", "double_backwards")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(version("moatlab"), prog_name="moat")
+@click.option("--debug", is_flag=True, help="Show a traceback where something goes wrong.")
+def cli(debug: bool) -> None:
+    """Train robust image classifiers at single-step cost.
+
+    \b
+    moat demo                 see FGSM training collapse, and MOAT at the same cost not
+    moat train moat:2         train one model
+    moat plan imoat:2,5,8     what a run costs, before it runs
+    """
+
+
+def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """An option for every field of `Recipe` but the method, a preset and a recipe file below them."""
+    for name, field in reversed(Recipe.model_fields.items()):
+        if name == "method":
+            continue
+        kinds = [kind for kind in typing.get_args(field.annotation) if kind is not types.NoneType]
+        flags = option_name(name) + (f"/--no-{name.replace('_', '-')}" if field.annotation is bool else "")
+        kind: Any = field.annotation
+        if typing.get_origin(kind) is typing.Literal:
+            kind = click.Choice(kinds)
+        elif kind not in (int, float, bool):
+            kind = str
+        command = click.option(flags, name, type=kind, default=None, help=str(field.description))(command)
+    command = click.option("--recipe", "recipe_file", type=Path, help="A recipe file, such as a run's recipe.toml.")(
+        command
+    )
+    presets = click.Choice(list(PRESETS))
+    help_text = "Where the other options start from  [default: mini, or paper for other data]"
+    return click.option("--preset", type=presets, help=help_text)(command)
+
+
+def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say where and how a run runs, and are no part of what it is."""
+    command = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")(
+        command
+    )
+    command = click.option("--resume", is_flag=True, help="Continue the run in --out, or start it.")(command)
+    command = click.option("--out", type=Path, help="The run's folder  [default: runs/NAME]")(command)
+    data_help = "Where data sets are looked for first."
+    return click.option("--data-dir", type=Path, envvar="MOAT_DATA", show_envvar=True, help=data_help)(command)
+
+
+@cli.command("train")
+@click.argument("method", required=False)
+@recipe_options
+@running_options
+@click.option("--max-steps", type=click.IntRange(min=0), help="Stop after so many steps of the whole run.")
+@click.option("--checkpoint-every", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS")
+def train_command(
+    method: str | None, preset: str | None, recipe_file: Path | None, out: Path | None, resume: bool, as_json: bool,
+    data_dir: Path | None, max_steps: int | None, checkpoint_every: float, **options: Any,
+) -> None:  # fmt: skip
+    """Train METHOD: fgsm, fast, nfgsm, pgd:K, gradalign, kim, standard, moat:K, imoat:K1,K2,K3, or a cycle of stages
+    such as "cutmix | fast | pgd:2>5>8".
+
+    \b
+    moat train moat:2                             on the embedded data, in minutes
+    moat train imoat:2,5,8 --data cifar10         at the paper's size
+    moat train fgsm --epochs 3 --out runs/short
+    """
+    recipe = make_recipe(method, preset=preset, file=recipe_file, **options)
+    out = out or Path("runs") / default_name(recipe, preset)
+    from moatlab.training import train
+
+    record = train(
+        recipe, out, data_dir=data_dir, resume=resume, max_steps=max_steps, checkpoint_every=checkpoint_every
+    )
+    if as_json:
+        print_json(json.loads((out / "run.json").read_text()))
+    elif record.final:
+        accuracy = "  ".join(f"{name} {100 * record.final[name]:.1f} %" for name in ("clean", "fgsm", "pgd7"))
+        collapse = f"  COLLAPSED at epoch {record.collapsed_at}" if record.collapsed_at else ""
+        click.echo(f"{record.method} on {record.final['images']:,} test images: {accuracy}{collapse}")
+        click.echo(f"{record.counted['passes']:g} passes; the run is in {out}")
+
+
+@cli.command("plan")
+@click.argument("method", required=False)
+@recipe_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+def plan_command(
+    method: str | None, preset: str | None, recipe_file: Path | None, as_json: bool, **options: Any
+) -> None:
+    """The cost of a run, before it runs. Touches no data.
+
+    One pass is a forward and a backward over the training set.
+    """
+    recipe = make_recipe(method, preset=preset, file=recipe_file, **options)
+    parsed, epochs = recipe.parsed_method, recipe.epochs
+    cost = parsed.cost(epochs).as_dict()
+    from moatlab.data import KNOWN_SIZES
+
+    steps = None  # unknown for a folder, which is not looked at
+    if recipe.data in KNOWN_SIZES:
+        count = KNOWN_SIZES[recipe.data][0] - recipe.holdout
+        steps = count // recipe.batch_size
+        if steps < 1:
+            raise UserError(f"--batch-size {recipe.batch_size} is larger than the {count} images to train on")
+    if as_json:
+        print_json({"method": recipe.method, "epochs": epochs, "steps_per_epoch": steps, **cost})
+        return
+    click.echo(f"{recipe.method}" + (f" = {parsed}" if str(parsed) != recipe.method else ""))
+    click.echo(recipe.setting)
+    click.echo(f"{epochs} epochs of {steps or 'unknown'} steps")
+    for name in ("passes", *COST_NAMES):
+        click.echo(f"{name.replace('_', '-'):<18}{cost[name]:>8g}  x the training set")
+    counts: dict[str, int] = {}
+    for epoch in range(epochs):
+        stage = parsed.stage_at(epoch, epochs)
+        counts[str(stage)] = counts.get(str(stage), 0) + 1
+    click.echo("stages: " + ", ".join(f"{count} x {stage}" for stage, count in counts.items()))
+
+
+@cli.command("compare")
+@click.argument("methods", nargs=-1, required=True)
+@recipe_options
+@running_options
+def compare_command(
+    methods: tuple[str, ...], preset: str | None, recipe_file: Path | None, out: Path | None, resume: bool,
+    as_json: bool, data_dir: Path | None, **options: Any,
+) -> None:  # fmt: skip
+    """Train several METHODS by the same recipe: one table on the test images, one plot of PGD-7 accuracy."""
+    recipes = [make_recipe(method, preset=preset, file=recipe_file, **options) for method in methods]
+    out = out or Path("runs") / f"compare_{default_name(recipes[0], preset, ' '.join(methods))}"
+    run_comparison(recipes, out, data_dir=data_dir, resume=resume, as_json=as_json)
+
+
+@cli.command("demo")
+@click.option("--seed", type=int, default=0, show_default=True, help="decides every random draw")
+@click.option("--out", type=Path, help="The folder of the two runs  [default: runs/demo_sSEED]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+def demo_command(seed: int, out: Path | None, as_json: bool) -> None:
+    """The paper's point in minutes: FGSM training collapses, MOAT at the same cost does not.
+
+    Started again, it continues where it was, or shows its table.
+    """
+    recipes = [make_recipe(method, preset="mini", seed=seed) for method in ("fgsm", "moat:2")]
+    out = out or Path("runs") / f"demo_s{seed}"
+    run_comparison(recipes, out, data_dir=None, resume=True, as_json=as_json)
+
+
+def run_comparison(recipes: list[Recipe], out: Path, *, data_dir: Path | None, resume: bool, as_json: bool) -> None:
+    from moatlab.sweep import compare
+
+    result = compare(recipes, out, data_dir=data_dir, resume=resume)
+    if as_json:
+        print_json(result)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("method", "clean %", "fgsm %", "pgd7 %", "passes", "train s", "collapsed")
+    table = Table(*columns, title=f"accuracy on {result['rows'][0]['images']:,} test images")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in result["rows"]:
+        percent = [f"{100 * row[name]:.1f}" for name in ("clean", "fgsm", "pgd7")]
+        collapse = f"at epoch {row['collapsed_at']}" if row["collapsed_at"] else "no"
+        table.add_row(row["method"], *percent, f"{row['passes']:g}", f"{row['train_seconds']:.0f}", collapse)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"setting: {result['setting']}", markup=False)
+    console.print(f"plot: {result['plot']}", markup=False, soft_wrap=True)
+
+
+@cli.group("data")
+def data_group() -> None:
+    """The data sets: which there are, and how to get them."""
+
+
+@data_group.command("list")
+@click.option(
+    "--data-dir",
+    type=Path,
+    envvar="MOAT_DATA",
+    show_envvar=True,
+    help="Where data sets are looked for first.",
+)
+def data_list_command(data_dir: Path | None) -> None:
+    """The data sets by name, and where each one is."""
+    from moatlab.data import available
+
+    for name, description, where in available(data_dir):
+        click.echo(f"{name:<10}{description:<64}{where or f'not here yet: moat data get {name}'}")
+    click.echo(f"{'FOLDER':<10}your own images: FOLDER/train/CLASS/*.png and FOLDER/test/CLASS/*.png")
+
+
+@data_group.command("get")
+@click.argument("name")
+@click.option(
+    "--data-dir",
+    type=Path,
+    envvar="MOAT_DATA",
+    show_envvar=True,
+    help="Where data sets are looked for first.",
+)
+def data_get_command(name: str, data_dir: Path | None) -> None:
+    """Fetch the data set NAME, unless it is here already, and say where it is."""
+    from moatlab.data import get_images_folder
+
+    click.echo(get_images_folder(name, data_dir))
+
+
+@cli.command("env")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+def env_command(as_json: bool) -> None:
+    """Versions and hardware, for a bug report or a results table."""
+    from moatlab.environment import describe_environment
+
+    facts = describe_environment()
+    if as_json:
+        print_json(facts)
+    else:
+        for name, value in facts.items():
+            click.echo(f"{name:<10}{value}")
+
+
+def default_name(recipe: Recipe, preset: str | None, methods: str | None = None) -> str:
+    """`moat-2_mini_s0`: the method, the data (or mini's longer sister), the seed."""
+    preset = preset or default_preset(recipe.data)
+    where = preset if recipe.data == "mini" else Path(recipe.data).name
+    return f"{slug(methods or recipe.method)}_{slug(where)}_s{recipe.seed}"
+
+
+def print_json(fields: dict[str, Any]) -> None:
+    click.echo(json.dumps(fields, indent=1))
+
+
+def main() -> NoReturn:
+    """Run the command line and turn every ending into an exit code and at most one sentence."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    sys.path.append(str(Path.cwd()))  # so that --model mymodule:factory finds a module in the current folder
+    try:
+        cli.main(arguments, standalone_mode=False)
+        sys.exit(0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(0)
+    except (UserError, RunFailed, Interrupted, click.ClickException, OSError) as error:
+        if "--debug" in sys.argv:
+            raise
+        click.echo(f"moat: {error.format_message() if isinstance(error, click.ClickException) else error}", err=True)
+        if isinstance(error, Interrupted):
+            sys.exit(128 + error.signal_number)
+        sys.exit(2 if isinstance(error, UserError | click.ClickException) else 1)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("moat: interrupted", err=True)
+        sys.exit(130)

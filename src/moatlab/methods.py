@@ -1,0 +1,164 @@
+"""The method language: `imoat:2,5,8` is a cycle of stages, one stage per epoch, with an exact cost.
+
+    method := stage ("|" stage)*          the epochs go round the cycle, one stage each
+    stage  := name [":" value (">" value)*]   `pgd:2>5>8`: the value grows over n equal parts of the run
+    moat:K         is   mixup | fast | pgd:K            (Wang et al. 2021, algorithm 1)
+    imoat:K1,K2,K3 is   mixup | fast | pgd:K1>K2>K3     (algorithm 2)
+
+A method is data: nothing here needs torch, and the trainer knows no method by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moatlab.cost import Cost, whole_if_whole
+from moatlab.errors import UserError
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What may stand behind a stage's colon."""
+
+    symbol: str
+    whole: bool
+    low: float
+    high: float = math.inf
+    default: float | None = None
+
+    def __str__(self) -> str:
+        if not self.whole:
+            return f"a number >= {self.low:g}"
+        return f"a whole number from {self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """A stage as the language knows it: its argument and the cost of one step. What it does is in `stages`."""
+
+    cost: Callable[[Any], Cost]
+    argument: Argument | None = None
+
+
+STEPS = Argument("K", whole=True, low=1, high=1000)
+
+STAGES: dict[str, StageKind] = {
+    "standard": StageKind(lambda _: Cost(1, 0, 1)),
+    "mixup": StageKind(lambda _: Cost(1, 0, 1)),
+    "cutmix": StageKind(lambda _: Cost(1, 0, 1)),
+    "fgsm": StageKind(lambda _: Cost(2, 1, 1)),
+    "fast": StageKind(lambda _: Cost(2, 1, 1)),
+    "nfgsm": StageKind(lambda _: Cost(2, 1, 1)),
+    "pgd": StageKind(lambda k: Cost(k + 1, k, 1), STEPS),
+    "kim": StageKind(lambda c: Cost(c + 1, 1, 1), Argument("C", whole=True, low=1, high=100, default=3)),
+    "gradalign": StageKind(lambda _: Cost(3, 2, 1, 1), Argument("LAMBDA", whole=False, low=0, default=0.2)),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a cycle: a name and the values that its argument takes over the parts of the run."""
+
+    name: str
+    values: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + (":" + ">".join(str(whole_if_whole(value)) for value in self.values) if self.values else "")
+
+    def at(self, epoch: int, epochs: int) -> Stage:
+        """The stage with the one value it has at `epoch`: part i holds the epochs with i T <= t n < (i+1) T."""
+        parts = len(self.values)
+        return Stage(self.name, (self.values[epoch * parts // epochs],)) if parts else self
+
+    @property
+    def value(self) -> Any:
+        """The argument of a stage that `at` has settled: an int, a float, or None where there is none."""
+        return self.values[0] if self.values else None
+
+    @property
+    def step_cost(self) -> Cost:
+        return STAGES[self.name].cost(self.value)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A cycle of stages. `spec` is what the user typed, `str(method)` the cycle written out."""
+
+    spec: str
+    stages: tuple[Stage, ...]
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.stages))
+
+    def stage_at(self, epoch: int, epochs: int) -> Stage:
+        return self.stages[epoch % len(self.stages)].at(epoch, epochs)
+
+    def ends_cycle(self, epoch: int) -> bool:
+        """Is this epoch the last of its cycle? Only there are a cycle's accuracies comparable."""
+        return (epoch + 1) % len(self.stages) == 0
+
+    def epochs_to_end_of_cycle(self, epochs: int) -> int:
+        """The number of epochs nearest to `epochs` that ends at the last stage (the larger one in a tie)."""
+        length = len(self.stages)
+        return max(length, (2 * epochs + length) // (2 * length) * length)
+
+    def cost(self, epochs: int) -> Cost:
+        """The cost of a run in passes over the training set: the sum over its epochs of one step's cost."""
+        return sum((self.stage_at(t, epochs).step_cost for t in range(epochs)), Cost())
+
+
+def parse_method(spec: str) -> Method:
+    """The method that a spec names, or a UserError that says what is wrong with it."""
+    text = spec.strip()
+    if not text:
+        raise UserError("the method is empty; try moat:2, or fgsm, or 'mixup | fast | pgd:2>5>8'")
+    stages: list[Stage] = []
+    for part in text.split("|"):
+        if not part.strip():
+            raise UserError(f"'{spec}' has an empty stage; write one between each two |, as in 'mixup | fast | pgd:2'")
+        stages += _parse_part(part.strip())
+    return Method(text, tuple(stages))
+
+
+def _parse_part(part: str) -> list[Stage]:
+    name, colon, rest = (piece.strip() for piece in part.partition(":"))
+    if name == "moat":
+        if not rest or "," in rest or ">" in rest:
+            raise UserError(f"'{part}': moat needs one number of steps, as in moat:2")
+        return [Stage("mixup"), Stage("fast"), Stage("pgd", (_parse_value(STEPS, rest, part, "moat:2"),))]
+    if name == "imoat":
+        numbers = rest.split(",")
+        if len(numbers) != 3:
+            raise UserError(f"'{part}': imoat needs three numbers of steps, as in imoat:2,5,8")
+        values = tuple(_parse_value(STEPS, number, part, "imoat:2,5,8") for number in numbers)
+        return [Stage("mixup"), Stage("fast"), Stage("pgd", values)]
+    if name not in STAGES:
+        known = [*STAGES, "moat", "imoat"]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+        raise UserError(f"there is no method or stage '{name}'; {hint}")
+    argument = STAGES[name].argument
+    if argument is None:
+        if colon:
+            raise UserError(f"'{part}': {name} takes no number")
+        return [Stage(name)]
+    if not colon and argument.default is not None:
+        return [Stage(name, (argument.default,))]
+    example = f"{name}:{argument.default or 2}"
+    return [Stage(name, tuple(_parse_value(argument, number, part, example) for number in rest.split(">")))]
+
+
+def _parse_value(argument: Argument, text: str, part: str, example: str) -> float:
+    try:
+        value: float = int(text) if argument.whole else float(text)
+    except ValueError:
+        value = math.nan
+    plain = re.fullmatch(r"[-+.0-9a-zA-Z ]+", text)  # int() and float() also take 1_0 and the digits of any script
+    if not plain or not argument.low <= value <= argument.high or math.isinf(value):
+        raise UserError(f"'{part}': {argument.symbol} must be {argument}, as in {example}")
+    return value

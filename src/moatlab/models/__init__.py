@@ -1,0 +1,95 @@
+"""Models by name, and the way to bring your own: `package.module:factory`.
+
+A model takes images in [0, 1] and returns logits. Normalisation belongs inside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from moatlab.errors import UserError
+from moatlab.models.preact_resnet import PreActResNet18
+
+BUILT_IN = {"preact_resnet18": PreActResNet18}
+METADATA_KEY = "moatlab"
+SCHEMA = 1
+
+
+def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Module:
+    """A fresh model. `arguments` are those of a built-in one; a user's factory is given the number of classes only."""
+    if name in BUILT_IN:
+        return BUILT_IN[name](classes=classes, **arguments)
+    return _build_by_factory(name, classes)
+
+
+def _build_by_factory(name: str, classes: int) -> nn.Module:
+    """`factory(num_classes=…)` where it has such a parameter, `factory(classes)` where it asks for one, or `factory()`."""
+    module_name, colon, factory_name = name.partition(":")
+    if not colon:
+        raise UserError(
+            f"there is no model '{name}'; give {', '.join(BUILT_IN)}, or your own as package.module:factory"
+        )
+    try:
+        factory = getattr(importlib.import_module(module_name), factory_name)
+    except (ImportError, ValueError, SyntaxError) as error:
+        raise UserError(f"--model {name}: the module can't be imported ({error})") from None
+    except AttributeError:
+        raise UserError(f"--model {name}: {module_name} has no '{factory_name}'") from None
+    if not callable(factory):
+        raise UserError(f"--model {name}: this is a {type(factory).__name__}, not a function that makes a model")
+    parameters = inspect.signature(factory).parameters.values()
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if any(p.name == "num_classes" for p in parameters):
+        model = factory(num_classes=classes)
+    elif len(required) <= 1:
+        model = factory(*[classes][: len(required)])
+    else:
+        raise UserError(f"--model {name}: the factory may ask for the number of classes and nothing else")
+    if not isinstance(model, nn.Module):
+        raise UserError(f"--model {name}: the factory returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a `.safetensors` file (or of a run folder's `model.safetensors`) and what it says about itself."""
+    path = Path(path)
+    path = path / "model.safetensors" if path.is_dir() else path
+    try:
+        with safe_open(path, framework="pt") as file:
+            description = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except FileNotFoundError:
+        raise UserError(f"there is no trained model at {path}") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is not a readable .safetensors file ({error})") from None
+    if description.get("schema", SCHEMA) != SCHEMA:
+        raise UserError(f"{path} has schema {description['schema']}; this version of moatlab reads {SCHEMA}")
+    return tensors, description
+
+
+def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str | Path) -> None:
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+        raise UserError(f"the weights in {source} don't fit the model: {reason}") from None
+
+
+def load(run: str | Path) -> nn.Module:
+    """The trained model of a run folder or a `.safetensors` file that a run wrote, on the CPU, in eval mode."""
+    tensors, description = read_weights(run)
+    if not description:
+        raise UserError(f"{run} does not say which model it holds; moatlab.load reads files that moatlab wrote")
+    model = build_model(description["model"], classes=description["classes"], arguments=description["arguments"])
+    set_weights(model, tensors, run)
+    return model.eval()

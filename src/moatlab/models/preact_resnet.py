@@ -1,0 +1,79 @@
+"""PreAct ResNet-18 (He et al., 2016, "Identity mappings"), in the four variants that public code calls by that name.
+
+shortcut, final_norm     raw, yes: fast_adversarial      raw, no: GradAlign
+                         activated, no: Kim et al.       activated, yes: Rice et al. (the default here)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Normalize(nn.Module):
+    """(x - mean) / std as the model's first layer, so that the model takes images in [0, 1] and eps means pixels."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        mean_, std_ = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
+        self.register_buffer("scale", 1 / std_, persistent=False)
+        self.register_buffer("shift", -mean_ / std_, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.shift, x, self.scale)
+
+
+class PreActBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int, shortcut: str) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.shortcut_sees_activation = shortcut == "activated"
+        changes_shape = stride != 1 or inputs != outputs
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if changes_shape else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        activation = F.relu(self.bn1(x), inplace=True)
+        if self.shortcut is not None:
+            x = self.shortcut(activation if self.shortcut_sees_activation else x)
+        return x + self.conv2(F.relu(self.bn2(self.conv1(activation)), inplace=True))  # type: ignore[no-any-return]
+
+
+class PreActResNet18(nn.Module):
+    def __init__(
+        self,
+        *,
+        classes: int,
+        width: int = 64,
+        shortcut: str = "activated",
+        final_norm: bool = True,
+        mean: Sequence[float] = (0.0, 0.0, 0.0),
+        std: Sequence[float] = (1.0, 1.0, 1.0),
+    ) -> None:
+        super().__init__()
+        self.normalize = Normalize(mean, std)
+        self.conv1 = nn.Conv2d(len(mean), width, 3, padding=1, bias=False)
+        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        blocks = []
+        for inputs, outputs, stride in zip(widths, widths[1:], (1, 2, 2, 2), strict=False):
+            blocks += [
+                PreActBlock(inputs, outputs, stride, shortcut),
+                PreActBlock(outputs, outputs, 1, shortcut),
+            ]
+        self.blocks = nn.Sequential(*blocks)
+        self.bn = nn.BatchNorm2d(8 * width) if final_norm else None
+        self.linear = nn.Linear(8 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.conv1(self.normalize(x)))
+        if self.bn is not None:
+            x = F.relu(self.bn(x), inplace=True)
+        return self.linear(x.mean((2, 3)))  # type: ignore[no-any-return]

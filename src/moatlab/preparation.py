@@ -1,0 +1,143 @@
+"""From a recipe to what is trained. Whatever can be wrong is found here, before a run writes its first file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moatlab.attacks.probe import evaluating
+from moatlab.data import Images, load_images
+from moatlab.data.batches import Batches, as_floats
+from moatlab.errors import UserError
+from moatlab.methods import Method
+from moatlab.models import BUILT_IN, build_model, read_weights, set_weights
+from moatlab.randomness import generator, key
+from moatlab.recipe import Recipe
+
+TRAIN_SAMPLE = 1000  # training images watched where none are held out
+
+
+@dataclass(frozen=True)
+class Session:
+    """All that a recipe stands for, on its device."""
+
+    recipe: Recipe
+    method: Method
+    device: torch.device
+    images: Images
+    batches: Batches
+    watched_x: Tensor  # the images whose accuracies are measured after each epoch
+    watched_y: Tensor
+    model: nn.Module
+    optimizer: torch.optim.SGD
+    description: dict[str, Any]  # goes into the model's file: enough to rebuild the model and to know its threat model
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.batches.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int:
+        return self.recipe.epochs * self.steps_per_epoch
+
+
+def prepare(recipe: Recipe, data_dir: str | Path | None) -> Session:
+    device = choose_device(recipe.device)
+    images = load_images(recipe.data, data_dir)
+    batches, watched_x, watched_y = split(images, recipe, device)
+    classes = len(images.classes)
+    arguments = model_arguments(recipe, images)
+    torch.manual_seed(key(recipe.seed, "initial weights"))
+    model = build_model(recipe.model, classes=classes, arguments=arguments)
+    if recipe.init:
+        set_weights(model, read_weights(recipe.init)[0], recipe.init)
+    model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.train()
+    check_model(model, recipe.model, as_floats(batches.x[:1]), classes)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=recipe.lr,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        fused=True,
+    )
+    description = {
+        "model": recipe.model, "arguments": arguments, "classes": classes, "class_names": list(images.classes),
+        "image_shape": list(images.train_x.shape[1:]), "eps": recipe.eps, "norm": "linf",
+        "method": str(recipe.parsed_method), "data": images.name, "data_sha256": images.sha256,
+    }  # fmt: skip
+    return Session(
+        recipe,
+        recipe.parsed_method,
+        device,
+        images,
+        batches,
+        watched_x,
+        watched_y,
+        model,
+        optimizer,
+        description,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= counts[device.type]:
+        raise UserError(
+            f"--device {name}: this machine, or this build of PyTorch, has no such device; use --device cpu"
+        )
+    return device
+
+
+def split(images: Images, recipe: Recipe, device: torch.device) -> tuple[Batches, Tensor, Tensor]:
+    """The batches to train on, and the images to watch: the last training images, held out; or a fixed sample of
+    those trained on; or the test images, for display."""
+    count = len(images.train_y) - recipe.holdout
+    if count < recipe.batch_size:
+        raise UserError(
+            f"--batch-size {recipe.batch_size} is larger than the data: {recipe.data} has {len(images.train_y)} "
+            f"training images, of which {recipe.holdout} are held out"
+        )
+    x, y = images.train_x.to(device), images.train_y.to(device)
+    batches = Batches(x[:count], y[:count], recipe.batch_size, recipe.augment, recipe.seed)
+    if recipe.monitor == "holdout":
+        return batches, x[count:], y[count:]
+    if recipe.monitor == "test":
+        return batches, images.test_x.to(device), images.test_y.to(device)
+    sample = torch.randperm(count, generator=generator(0, "watched training images"))[:TRAIN_SAMPLE].to(device)
+    return batches, x[sample], y[sample]
+
+
+def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
+    """What a built-in model is made from; a user's factory makes its own choices."""
+    if recipe.model not in BUILT_IN:
+        return {}
+    std = recipe.std or images.std
+    if len(std) != len(images.std):
+        raise UserError(f"--std has {len(std)} numbers; the images of {recipe.data} have {len(images.std)} channels")
+    return {
+        "width": recipe.width, "shortcut": recipe.shortcut, "final_norm": recipe.final_norm,
+        "mean": list(images.mean), "std": list(std),
+    }  # fmt: skip
+
+
+def check_model(model: nn.Module, name: str, image: Tensor, classes: int) -> None:
+    """Two images go through, so that a model that does not fit its data is refused at once."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"--model {name} has no parameters to train")
+    try:
+        with evaluating(model), torch.no_grad():
+            output = model(image.expand(2, *image.shape[1:]))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--model {name} can't take images of shape {tuple(image.shape[1:])}: {reason}") from None
+    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if shape != (2, classes):
+        raise UserError(f"--model {name} returns {shape} for two images; their {classes} classes need {(2, classes)}")

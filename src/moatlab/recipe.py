@@ -1,0 +1,228 @@
+"""A recipe is everything that defines a run: validated, printable, loadable. Two equal recipes give equal bits.
+
+A recipe is made in layers: a preset, then a file, then explicit options; the later layer wins.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from moatlab.errors import UserError
+from moatlab.methods import Method, parse_method
+
+SCHEMA = 1
+
+
+class Recipe(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str = Field(description="what to train with, for example moat:2")
+    data: str = Field(description="mini, cifar10, cifar100, or a folder with train/CLASS/*.png and test/CLASS/*.png")
+    model: str = Field(description="preact_resnet18, or package.module:factory for your own")
+    width: int = Field(description="channels of the first block (64 in the paper)", ge=1, le=1024)
+    shortcut: Literal["activated", "raw"] = Field(
+        description="what a block's shortcut convolution sees: relu(bn1(x)) or x"
+    )
+    final_norm: bool = Field(description="a last BatchNorm and ReLU before the classifier")
+    std: tuple[float, ...] | None = Field(
+        default=None,
+        description="standard deviations the model divides by, such as 0.2,0.2,0.2 [default: the data's]",
+    )
+    init: str | None = Field(default=None, description="start from the weights in this run or .safetensors file")
+    schedule: Literal["cyclic", "stepwise"] = Field(description="the learning rate's course")
+    epochs: int = Field(description="passes over the training images", ge=1, le=100_000)
+    eps: str = Field(description="radius of the L-inf ball, in pixels scaled to [0,1], for example 8/255")
+    lr: float = Field(description="highest learning rate", gt=0, allow_inf_nan=False)
+    momentum: float = Field(description="momentum of SGD", ge=0, lt=1)
+    weight_decay: float = Field(description="weight decay of SGD, on all parameters", ge=0, allow_inf_nan=False)
+    batch_size: int = Field(description="images in a step; a last partial batch is dropped", ge=1)
+    augment: bool = Field(description="random crops (4 px zero padding) and horizontal flips")
+    bn_in_attack: Literal["train", "eval"] = Field(
+        description="BatchNorm while the attack looks for examples: batch statistics (which move the running ones), "
+        "or running statistics"
+    )
+    holdout: int = Field(description="training images held out to watch the run", ge=0)
+    monitor: Literal["holdout", "train", "test"] = Field(
+        description="images watched after each epoch; test is for display, as in the paper's figure 1"
+    )
+    seed: int = Field(description="decides every random draw", ge=0, lt=2**63)
+    threads: int = Field(description="CPU threads; other numbers give other last bits", ge=1, le=1024)
+    device: str = Field(description="auto, cpu, cuda, cuda:1 or mps")
+
+    @field_validator("method")
+    @classmethod
+    def _method_can_be_parsed(cls, spec: str) -> str:
+        return parse_method(spec).spec
+
+    @field_validator("eps")
+    @classmethod
+    def _eps_is_a_radius(cls, text: str) -> str:
+        parse_eps(text)
+        return text.strip()
+
+    @field_validator("device")
+    @classmethod
+    def _device_has_a_known_form(cls, text: str) -> str:
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", text):
+            raise ValueError("should be auto, cpu, cuda, cuda:1 or mps")
+        return text
+
+    @field_validator("std", mode="before")
+    @classmethod
+    def _std_from_text(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
+
+    @field_validator("std")
+    @classmethod
+    def _std_is_positive(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if value is not None and not (value and all(0 < number < math.inf for number in value)):
+            raise ValueError("must be positive numbers with commas between them")
+        return value
+
+    @property
+    def parsed_method(self) -> Method:
+        return parse_method(self.method)
+
+    @property
+    def eps_value(self) -> float:
+        return parse_eps(self.eps)
+
+    @property
+    def setting(self) -> str:
+        """The conditions of a result in one line; BatchNorm's mode is among them because the outcome can hang on it."""
+        return (
+            f"{self.data}, {self.model} width {self.width}, eps {self.eps} (L-inf), {self.epochs} epochs, "
+            f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
+            f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
+        )
+
+    def to_toml(self) -> str:
+        fields = self.model_dump(mode="json", exclude_none=True)
+        return tomli_w.dumps({"schema": SCHEMA, **fields})
+
+
+def parse_eps(text: str) -> float:
+    """The radius that `8/255` or `0.03` names, or a UserError."""
+    above, slash, below = text.partition("/")
+    try:
+        eps = float(above) / float(below) if slash else float(above)
+    except (ValueError, ZeroDivisionError):
+        eps = math.nan
+    if 0 < eps < 1:
+        return eps
+    hint = f"; did you mean {text.strip()}/255?" if 1 <= eps <= 255 else ", such as 8/255"
+    raise UserError(f"--eps {text}: the radius must be a number between 0 and 1{hint}")
+
+
+_PAPER: dict[str, Any] = {
+    "data": "cifar10", "model": "preact_resnet18", "width": 64, "shortcut": "activated", "final_norm": True,
+    "schedule": "cyclic", "eps": "8/255", "lr": 0.2, "momentum": 0.9, "weight_decay": 5e-4, "batch_size": 128,
+    "augment": True, "bn_in_attack": "train", "holdout": 0, "seed": 0, "device": "auto",
+}  # fmt: skip
+_MINI = _PAPER | {
+    "data": "mini", "width": 16, "epochs": 21, "eps": "16/255", "augment": False, "holdout": 500,
+}  # fmt: skip
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "mini": _MINI,
+    "mini-long": _MINI | {"bn_in_attack": "eval", "batch_size": 32, "lr": 0.1, "epochs": 36},
+    "small": _PAPER | {"width": 16, "epochs": 30, "holdout": 1000},
+    "paper": _PAPER,
+    "paper-kim": _PAPER | {"final_norm": False, "bn_in_attack": "eval", "std": (0.2023, 0.1994, 0.2010)},
+}
+
+# GradAlign's lambda belongs to its radius; its authors use exp(255 eps ln(10)/8 + ln 0.02): 0.2 at 8/255, 2 at 16/255.
+_GRADALIGN_OF_PRESET = {"mini": "gradalign:2.0", "mini-long": "gradalign:2.0"}
+
+
+def default_preset(data: str | None) -> str:
+    return "mini" if data in (None, "mini") else "paper"
+
+
+def make_recipe(
+    method: str | None = None, *, preset: str | None = None, file: str | Path | None = None, **options: Any
+) -> Recipe:
+    """A recipe from a preset, a recipe file and explicit options, the later winning over the earlier.
+
+    >>> make_recipe("moat:2", epochs=3).eps
+    '16/255'
+    """
+    layers = read_recipe_file(Path(file)) if file else {}
+    layers |= {name: value for name, value in options.items() if value is not None}
+    if method is not None:
+        layers["method"] = method
+    if "method" not in layers:
+        raise UserError("name a method, for example: moat train moat:2")
+    preset = preset or default_preset(layers.get("data"))
+    if preset not in PRESETS:
+        raise UserError(f"there is no preset '{preset}'; known are {', '.join(PRESETS)}")
+    fields = PRESETS[preset] | layers
+    if preset in _GRADALIGN_OF_PRESET:
+        fields["method"] = re.sub(r"\bgradalign\b(?!\s*:)", _GRADALIGN_OF_PRESET[preset], str(fields["method"]))
+    fields.setdefault("threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    fields.setdefault("monitor", "holdout" if str(fields["holdout"]) != "0" else "train")
+    fields.setdefault("epochs", _paper_epochs(fields))
+    recipe = _validated(fields)
+    if recipe.monitor == "holdout" and recipe.holdout == 0:
+        raise UserError("--monitor holdout needs held-out images; give --holdout 1000, or --monitor train")
+    return recipe
+
+
+def _paper_epochs(fields: dict[str, Any]) -> int:
+    """60 epochs, or 200 step-wise; there cycles train on to their last stage (201), which 200 would miss."""
+    if fields["schedule"] != "stepwise":
+        return 60
+    length = len(parse_method(fields["method"]).stages)
+    return math.ceil(200 / length) * length
+
+
+def _validated(fields: dict[str, Any]) -> Recipe:
+    try:
+        return Recipe(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0]) if first["loc"] else "recipe"
+        if first["type"] == "extra_forbidden":
+            raise UserError(
+                f"a recipe has no field '{field}'; its fields are {', '.join(Recipe.model_fields)}"
+            ) from None
+        message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        raise UserError(f"{option_name(field)} {first['input']}: {message}") from None
+
+
+def option_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def read_recipe_file(path: Path) -> dict[str, Any]:
+    """The fields in a recipe file (`recipe.toml` of a run, or a part of one written by hand)."""
+    try:
+        fields = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"the recipe {path} can't be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"the recipe {path} is not valid TOML: {error}") from None
+    schema = fields.pop("schema", SCHEMA)
+    if schema != SCHEMA:
+        raise UserError(f"the recipe {path} has schema {schema}; this version of moatlab reads {SCHEMA}")
+    if unknown := sorted(fields.keys() - Recipe.model_fields.keys()):
+        raise UserError(f"the recipe {path} has an unknown key '{unknown[0]}'")
+    return fields
+
+
+def load_recipe(path: Path) -> Recipe:
+    """The whole recipe that a run left in its folder."""
+    return _validated(read_recipe_file(path))
+
+
+def slug(text: str) -> str:
+    """A spec or a path as part of a folder's name: `imoat:2,5,8` -> `imoat-2-5-8`."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.") or "run"

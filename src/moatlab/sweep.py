@@ -1,0 +1,45 @@
+"""Several runs as one: the same recipe for each method, one table, one plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moatlab import display
+from moatlab.errors import UserError
+from moatlab.files import write_json
+from moatlab.recipe import Recipe, slug
+from moatlab.runfolder import RunFolder
+from moatlab.training import train
+
+WATCHED = {"holdout": "held-out images", "train": "training images", "test": "test images"}
+
+
+def compare(
+    recipes: list[Recipe], out: str | Path, *, data_dir: str | Path | None = None, resume: bool = False
+) -> dict[str, Any]:
+    """Train each recipe into a folder of its own below `out`; return (and write to `compare.json`) their test
+    accuracies, costs and collapses side by side, with a plot of PGD-7 accuracy over the epochs."""
+    out = Path(out)
+    folders = {slug(recipe.method): recipe for recipe in recipes}
+    if len(folders) < len(recipes):
+        raise UserError("each method can be named once")
+    for name, recipe in folders.items():
+        RunFolder(out / name).check(recipe, resume=resume)
+    rows, histories = [], {}
+    for name, recipe in folders.items():
+        record = train(recipe, out / name, data_dir=data_dir, resume=resume)
+        assert record.final is not None
+        rows.append({
+            "method": record.method, **record.final, "passes": record.counted["passes"],
+            "train_seconds": record.train_seconds, "collapsed_at": record.collapsed_at, "run": str(out / name),
+        })  # fmt: skip
+        histories[record.method] = RunFolder(out / name).read_metrics()
+        display.note("")
+    from moatlab.report.plots import plot_pgd7
+
+    first, plot = recipes[0], out / "pgd7.png"
+    plot_pgd7(plot, histories, title=first.setting, images=WATCHED[first.monitor])
+    result = {"setting": first.setting, "bn_in_attack": first.bn_in_attack, "rows": rows, "plot": str(plot)}
+    write_json(out / "compare.json", result)
+    return result
