@@ -115,14 +115,14 @@ def test_a_complete_part_is_taken_without_asking_anybody(tmp_path, serve):
 def test_a_full_length_part_with_wrong_content_is_deleted(tmp_path, serve):
     (tmp_path / "archive.part").write_bytes(bytes(len(CONTENT)))
     server = serve(CONTENT)
-    with pytest.raises(UserError, match="not the official archive"):
+    with pytest.raises(SourceError, match="not the official archive"):
         download(server.url, tmp_path / "archive", md5(CONTENT))
     assert server.ranges == ["bytes=1000000-"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_download_with_the_wrong_md5_is_deleted(tmp_path, serve):
-    with pytest.raises(UserError, match="not the official archive"):
+    with pytest.raises(SourceError, match="not the official archive"):
         download(serve(b"<html>please log in</html>").url, tmp_path / "archive", md5(CONTENT))
     assert list(tmp_path.iterdir()) == []
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moatlab.cost import Cost
 from moatlab.errors import UserError
 from moatlab.files import SCHEMA, atomic
-from moatlab.models import METADATA_KEY
+from moatlab.models import METADATA_KEY, set_weights
 
 
 @dataclass
@@ -53,7 +53,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.SGD) ->
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["schema"] != SCHEMA:
             raise UserError(f"{path} has schema {content['schema']}; this version of moatlab reads {SCHEMA}")
-        state = content["progress"]
+        weights, momentum, state = content["model"], content["momentum"], content["progress"]
     except (
         OSError,
         RuntimeError,
@@ -65,8 +65,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.SGD) ->
     ) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"the checkpoint {path} can't be read ({reason})") from None
-    model.load_state_dict(content["model"])
-    for parameter, buffer in zip(model.parameters(), content["momentum"], strict=True):
+    set_weights(model, weights, path)
+    for parameter, buffer in zip(model.parameters(), momentum, strict=True):
         if buffer is not None:
             optimizer.state[parameter]["momentum_buffer"] = laid_out_like(parameter, buffer)
     state |= {name: Cost(**state[name]) for name in ("cost", "monitor_cost")}

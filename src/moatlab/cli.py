@@ -145,6 +145,8 @@ def compare_command(
 ) -> None:  # fmt: skip
     """Train several METHODS by the same recipe: one table on the test images, one plot of PGD-7 accuracy."""
     recipes = [make_recipe(method, preset=preset, file=recipe_file, **options) for method in methods]
+    epochs = max(recipe.epochs for recipe in recipes)  # step-wise, a cycle's default is 201 where others have 200
+    recipes = [recipe.model_copy(update={"epochs": epochs}) for recipe in recipes]
     out = out or Path("runs") / f"compare_{default_name(recipes[0], preset, ' '.join(methods))}"
     run_comparison(recipes, out, data_dir=data_dir, resume=resume, as_json=as_json)
 
@@ -263,7 +265,10 @@ def main() -> NoReturn:
     except (UserError, RunFailed, Interrupted, click.ClickException, OSError) as error:
         if "--debug" in sys.argv:
             raise
-        click.echo(f"moat: {error.format_message() if isinstance(error, click.ClickException) else error}", err=True)
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        if isinstance(error, Interrupted):
+            message += ", continue by starting it again" + (" with --resume" if "demo" not in arguments else "")
+        click.echo(f"moat: {' '.join(message.split())}", err=True)
         if isinstance(error, Interrupted):
             sys.exit(128 + error.signal_number)
         sys.exit(2 if isinstance(error, UserError | click.ClickException) else 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.attacks import Probe, fgsm, pgd
-from moatlab.attacks.probe import evaluating
+from moatlab.attacks.probe import evaluating, full_precision
 from moatlab.data.batches import as_floats
 from moatlab.methods import Method
 from moatlab.randomness import generator
@@ -32,7 +32,7 @@ def measure(
     """
     probe = Probe(model)
     right = torch.zeros(3, dtype=torch.int64, device=y.device)
-    with evaluating(model):
+    with evaluating(model), full_precision():
         for block, begin in enumerate(range(0, len(y), BATCH)):
             images, labels = as_floats(x[begin : begin + BATCH]), y[begin : begin + BATCH]
             draws = generator(seed, "monitor", block, device=y.device)
@@ -41,7 +41,7 @@ def measure(
             for kind, examples in enumerate((images, stepped, iterated)):
                 right[kind] += (probe.logits(examples).argmax(1) == labels).sum()
             tick(begin + len(labels))
-    clean, single, multi = (right.double() / len(y)).tolist()
+    clean, single, multi = (count / len(y) for count in right.tolist())
     return {"clean": clean, "fgsm": single, "pgd7": multi}
 
 

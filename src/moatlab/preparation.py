@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from moatlab.data import Images, load_images
 from moatlab.data.batches import Batches, as_floats
 from moatlab.errors import UserError
 from moatlab.methods import Method
-from moatlab.models import BUILT_IN, build_model, read_weights, set_weights
+from moatlab.models import BUILT_IN, build_model, read_weights, set_weights, users_code
 from moatlab.randomness import generator, key
 from moatlab.recipe import Recipe
 
@@ -45,7 +46,7 @@ class Session:
         return self.recipe.epochs * self.steps_per_epoch
 
 
-def prepare(recipe: Recipe, data_dir: str | Path | None) -> Session:
+def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) -> Session:
     device = choose_device(recipe.device)
     images = load_images(recipe.data, data_dir)
     batches, watched_x, watched_y = split(images, recipe, device)
@@ -53,11 +54,12 @@ def prepare(recipe: Recipe, data_dir: str | Path | None) -> Session:
     arguments = model_arguments(recipe, images)
     torch.manual_seed(key(recipe.seed, "initial weights"))
     model = build_model(recipe.model, classes=classes, arguments=arguments)
-    if recipe.init:
+    if recipe.init and not continuing:
         set_weights(model, read_weights(recipe.init)[0], recipe.init)
-    model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with users_code(f"--model {recipe.model} can't be moved to {device}"):
+        model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.train()
-    check_model(model, recipe.model, as_floats(batches.x[:1]), classes)
+    check_model(model, recipe, as_floats(batches.x[:2]), classes)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=recipe.lr,
@@ -128,16 +130,16 @@ def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_model(model: nn.Module, name: str, image: Tensor, classes: int) -> None:
-    """Two images go through, so that a model that does not fit its data is refused at once."""
+def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int) -> None:
+    """Two images go through in either mode, so that a model that does not fit its data is refused at once."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(f"--model {name} has no parameters to train")
-    try:
-        with evaluating(model), torch.no_grad():
-            output = model(image.expand(2, *image.shape[1:]))
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--model {name} can't take images of shape {tuple(image.shape[1:])}: {reason}") from None
+        raise UserError(f"--model {recipe.model} has no parameters to train")
+    images_of = f"images of shape {tuple(images.shape[1:])}"
+    with users_code(f"--model {recipe.model} can't take {images_of}"), torch.no_grad(), evaluating(model):
+        output = model(images.expand(2, *images.shape[1:]))
+    in_batches = f"{images_of} in batches of {recipe.batch_size}"
+    with users_code(f"--model {recipe.model} can't train on {in_batches}"), torch.no_grad():
+        copy.deepcopy(model)(images[: recipe.batch_size])  # a copy, because BatchNorm would learn from it
     shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if shape != (2, classes):
-        raise UserError(f"--model {name} returns {shape} for two images; their {classes} classes need {(2, classes)}")
+        raise UserError(f"--model {recipe.model} returns {shape} for two images; {classes} classes need {(2, classes)}")

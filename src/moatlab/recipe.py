@@ -16,9 +16,8 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from moatlab.errors import UserError
+from moatlab.files import SCHEMA
 from moatlab.methods import Method, parse_method
-
-SCHEMA = 1
 
 
 class Recipe(BaseModel):
@@ -27,7 +26,8 @@ class Recipe(BaseModel):
     method: str = Field(description="what to train with, for example moat:2")
     data: str = Field(description="mini, cifar10, cifar100, or a folder with train/CLASS/*.png and test/CLASS/*.png")
     model: str = Field(description="preact_resnet18, or package.module:factory for your own")
-    width: int = Field(description="channels of the first block (64 in the paper)", ge=1, le=1024)
+    # Below one vector of channels, oneDNN's kernels are slow and (see PreActBlock) not to be trusted.
+    width: int = Field(description="channels of the first block (64 in the paper)", ge=8, le=1024)
     shortcut: Literal["activated", "raw"] = Field(
         description="what a block's shortcut convolution sees: relu(bn1(x)) or x"
     )
@@ -71,7 +71,7 @@ class Recipe(BaseModel):
     @field_validator("device")
     @classmethod
     def _device_has_a_known_form(cls, text: str) -> str:
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", text):
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text):
             raise ValueError("should be auto, cpu, cuda, cuda:1 or mps")
         return text
 
@@ -83,7 +83,7 @@ class Recipe(BaseModel):
     @field_validator("std")
     @classmethod
     def _std_is_positive(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if value is not None and not (value and all(0 < number < math.inf for number in value)):
+        if value is not None and not (value and all(1e-6 < number < math.inf for number in value)):
             raise ValueError("must be positive numbers with commas between them")
         return value
 
@@ -140,7 +140,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # GradAlign's lambda belongs to its radius; its authors use exp(255 eps ln(10)/8 + ln 0.02): 0.2 at 8/255, 2 at 16/255.
-_GRADALIGN_OF_PRESET = {"mini": "gradalign:2.0", "mini-long": "gradalign:2.0"}
+_GRADALIGN = {preset: "gradalign:2.0" if preset.startswith("mini") else "gradalign:0.2" for preset in PRESETS}
 
 
 def default_preset(data: str | None) -> str:
@@ -165,8 +165,8 @@ def make_recipe(
     if preset not in PRESETS:
         raise UserError(f"there is no preset '{preset}'; known are {', '.join(PRESETS)}")
     fields = PRESETS[preset] | layers
-    if preset in _GRADALIGN_OF_PRESET:
-        fields["method"] = re.sub(r"\bgradalign\b(?!\s*:)", _GRADALIGN_OF_PRESET[preset], str(fields["method"]))
+    if isinstance(fields["method"], str):
+        fields["method"] = re.sub(r"\bgradalign\b(?!\s*:)", _GRADALIGN[preset], fields["method"])
     fields.setdefault("threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     fields.setdefault("monitor", "holdout" if str(fields["holdout"]) != "0" else "train")
     fields.setdefault("epochs", _paper_epochs(fields))
@@ -180,7 +180,7 @@ def _paper_epochs(fields: dict[str, Any]) -> int:
     """60 epochs, or 200 step-wise; there cycles train on to their last stage (201), which 200 would miss."""
     if fields["schedule"] != "stepwise":
         return 60
-    length = len(parse_method(fields["method"]).stages)
+    length = len(parse_method(str(fields["method"])).stages)
     return math.ceil(200 / length) * length
 
 
@@ -194,6 +194,8 @@ def _validated(fields: dict[str, Any]) -> Recipe:
             raise UserError(
                 f"a recipe has no field '{field}'; its fields are {', '.join(Recipe.model_fields)}"
             ) from None
+        if first["type"] == "missing":
+            raise UserError(f"the recipe has no '{field}'") from None
         message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
         raise UserError(f"{option_name(field)} {first['input']}: {message}") from None
 
@@ -205,7 +207,7 @@ def option_name(field: str) -> str:
 def read_recipe_file(path: Path) -> dict[str, Any]:
     """The fields in a recipe file (`recipe.toml` of a run, or a part of one written by hand)."""
     try:
-        fields = tomllib.loads(path.read_text())
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"the recipe {path} can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -220,7 +222,11 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
 
 def load_recipe(path: Path) -> Recipe:
     """The whole recipe that a run left in its folder."""
-    return _validated(read_recipe_file(path))
+    fields = read_recipe_file(path)
+    try:
+        return _validated(fields)
+    except UserError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
 
 
 def slug(text: str) -> str:

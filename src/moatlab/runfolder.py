@@ -8,6 +8,7 @@ metrics.jsonl      one line per epoch                  model_best.safetensors   
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from moatlab.recipe import Recipe, load_recipe, option_name
 
 @dataclass
 class RunRecord:
-    """What `run.json` holds. Costs are in passes over the training set, accuracies are fractions."""
+    """What `run.json` holds. Accuracies are fractions; `planned` and `counted` costs are in passes over the training
+    set; `monitoring` is in calls of the model, each on up to 250 images."""
 
     status: str  # running, stopped (by --max-steps), interrupted, failed, finished
     method: str
@@ -84,6 +86,8 @@ class RunFolder:
     def append_metrics(self, line: dict[str, Any]) -> None:
         with self.metrics.open("a") as file:
             file.write(json.dumps({"schema": SCHEMA, **line}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # the checkpoint that follows relies on this line
 
     def finished_record(self) -> RunRecord | None:
         """The record, if there is one and it says that the run is done."""
@@ -94,11 +98,13 @@ class RunFolder:
 
     def check(self, recipe: Recipe, *, resume: bool) -> None:
         """Refuse to write over a run, or to continue one under another recipe."""
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"--out {self.path} is a file, not a folder; name another")
-        if not resume and (self.checkpoint.exists() or self.record.exists()):
+        for place in (self.path, *self.path.parents):
+            if place.exists() and not place.is_dir():
+                raise UserError(f"--out {self.path}: {place} is a file, not a folder; name another")
+        holds_a_run = self.checkpoint.exists() or self.record.exists()
+        if holds_a_run and not resume:
             raise UserError(f"--out {self.path} holds a run already; continue it with --resume, or name another folder")
-        if resume and self.recipe.exists():
+        if holds_a_run:
             before = load_recipe(self.recipe)
             for name in Recipe.model_fields:
                 old, new = getattr(before, name), getattr(recipe, name)

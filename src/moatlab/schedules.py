@@ -11,7 +11,7 @@ def cyclic(step: int, *, epochs: int, steps_per_epoch: int, peak: float) -> floa
 def stepwise(step: int, *, epochs: int, steps_per_epoch: int, peak: float) -> float:
     """Tenfold falls at 30, 60 and 80 % of the epochs: 60, 120, 160 of the paper's 200 (or 201)."""
     epoch = step // steps_per_epoch
-    falls = sum(epoch >= epochs * tenths // 10 for tenths in (3, 6, 8))
+    falls = sum(epoch >= max(1, epochs * tenths // 10) for tenths in (3, 6, 8))
     return float(peak * 10.0**-falls)
 
 

@@ -94,8 +94,8 @@ def fast(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
 
 
 def nfgsm(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
-    """Noise U(-2 eps, 2 eps), one step of eps, NOT projected onto the ball, only onto [0, 1]. De Jorge et al., 2022."""
-    noisy = x + uniform(x, 2 * context.eps, context.generator)
+    """Noise U(-2 eps, 2 eps), one step of eps, both clipped to [0, 1] but NOT to the ball. De Jorge et al., 2022."""
+    noisy = (x + uniform(x, 2 * context.eps, context.generator)).clamp_(0, 1)
     with context.attacking() as probe:
         gradient, _logits = probe.gradient(noisy, y)
     return (noisy + context.eps * gradient.sign()).clamp_(0, 1), y
@@ -147,17 +147,19 @@ def gradalign(context: Context, x: Tensor, y: Tensor, weight: float) -> Tensor:
 
 
 def misalignment(g1: Tensor, g2: Tensor) -> Tensor:
-    """The mean of 1 - cos(g1, g2) over the examples where neither gradient is zero (0 where there are none)."""
+    """The mean of 1 - cos(g1, g2) over the examples where neither norm is zero (0 where there are none).
+
+    Zero, or so small that its square is none in float32: there the derivative of a norm overflows.
+    """
     g1, g2 = g1.flatten(1), g2.flatten(1)
     size1, size2 = g1.abs().amax(1, keepdim=True), g2.detach().abs().amax(1, keepdim=True)
-    counts = (size1 > 0) & (size2 > 0)
-    # Scaled, so that the squares of tiny gradients don't vanish; and ones for zeros, where a norm has no derivative.
-    g1, g2 = (
-        torch.where(counts, g1 / size1, 1.0),
-        torch.where(counts, g2, 1.0) / torch.where(counts, size2, 1.0),
-    )
+    smallest = torch.finfo(g1.dtype).tiny ** 0.5
+    counts = (size1 > smallest) & (size2 > smallest)
+    g1 = torch.where(counts, g1 / size1, 1.0)  # scaled, so that no square vanishes on the way
+    g2 = torch.where(counts, g2, 1.0) / torch.where(counts, size2, 1.0)
     cosine = F.cosine_similarity(g1, g2, dim=1)
-    return torch.where(counts.squeeze(1), 1 - cosine, 0.0).sum() / counts.sum().clamp(min=1)
+    misaligned: Tensor = torch.where(counts.squeeze(1), 1 - cosine, 0.0).sum() / counts.sum().clamp(min=1)
+    return misaligned
 
 
 BATCH_STAGES: dict[str, BatchStage] = {

@@ -51,7 +51,7 @@ def train(
     torch.set_num_threads(recipe.threads)
     try:
         with torch.random.fork_rng():
-            session = prepare(recipe, data_dir)
+            session = prepare(recipe, data_dir, continuing=folder.checkpoint.exists())
             last_step = session.total_steps if max_steps is None else min(max_steps, session.total_steps)
             return Run(session, folder).until(last_step, checkpoint_every)
     finally:
@@ -65,6 +65,9 @@ class Run:
         self.session, self.folder = session, folder
         self.progress, self.record = self._continue() if folder.checkpoint.exists() else self._begin()
         self.meter = Meter()
+        self.trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
+        state = [*session.model.parameters(), *session.model.buffers()]  # a buffer may hold -inf by design, as masks do
+        self.finite_at_first = [tensor for tensor in state if bool(torch.isfinite(tensor).all())]
         self.loss_sum = torch.tensor(self.progress.loss_sum, device=session.device)
         self.first_bad_step = torch.tensor(-1, device=session.device)
         # Work is counted in passes over the training set; watching an image costs its share of one.
@@ -104,6 +107,7 @@ class Run:
         with self.folder.metrics.open("ab") as file:
             file.truncate(progress.metrics_bytes)
         record.status, record.message = "running", None
+        record.environment = describe_environment() | {"device": str(session.device)}
         self.folder.write_record(record)
         display.note(f"continuing {self.folder.path} at step {progress.step} of {session.total_steps}")
         return progress, record
@@ -115,12 +119,13 @@ class Run:
         self.bar = display.Bar(session.recipe.method, self.pace.total)
         with self.meter.counting(session.model), signals_caught() as self.caught, self.bar:
             try:
-                self.loop(last_step, checkpoint_every)
-                self.save("finished" if self.record.final else "stopped")
-            except Interrupted as error:
-                self.save("interrupted", str(error))
-                where = f"{error} after step {progress.step} of {session.total_steps}"
-                raise Interrupted(f"{where}; nothing is lost, continue with --resume", error.signal_number) from None
+                try:
+                    self.loop(last_step, checkpoint_every)
+                    self.save("finished" if self.record.final else "stopped")
+                except Interrupted as error:
+                    self.save("interrupted", str(error))
+                    where = f"{error} after step {progress.step} of {session.total_steps}"
+                    raise Interrupted(f"{where}; nothing is lost", error.signal_number) from None
             except RunFailed as error:
                 self.describe("failed", str(error))
                 raise
@@ -161,7 +166,7 @@ class Run:
         context = Context(model, model, recipe.eps_value, draws, classes, recipe.bn_in_attack)
         loss = stage_loss(stage, context, x, y)
         session.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(inputs=self.trained)  # type: ignore[no-untyped-call]  # and no input that a stage left in the graph
         self.watch_loss(loss.detach())
         for group in session.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
@@ -190,17 +195,27 @@ class Run:
 
     def raise_if_bad(self) -> None:
         if (step := int(self.first_bad_step)) >= 0:
-            epoch = step // self.session.steps_per_epoch
-            stage = self.session.method.stage_at(epoch, self.session.recipe.epochs)
-            raise RunFailed(
-                f"the loss became NaN or infinite at step {step} (epoch {epoch + 1}, stage {stage}, "
-                f"lr {self.learning_rate(step):.3g}); the last good checkpoint is kept in {self.folder.path}, "
-                f"and a lower --lr in a new folder may help"
-            )
+            raise self.failure(f"the loss became NaN or infinite at {self.where(step)}")
+
+    def raise_if_not_finite(self) -> None:
+        """Nothing is measured or saved once the loss, a weight or a running statistic is not a number."""
+        self.raise_if_bad()
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in self.finite_at_first):
+            raise self.failure(f"the weights are no longer finite after {self.where(self.progress.step - 1)}")
+
+    def where(self, step: int) -> str:
+        epoch = step // self.session.steps_per_epoch
+        stage = self.session.method.stage_at(epoch, self.session.recipe.epochs)
+        return f"step {step + 1} (epoch {epoch + 1}, stage {stage}, lr {self.learning_rate(step):.3g})"
+
+    def failure(self, what: str) -> RunFailed:
+        kept = f"the last good checkpoint is kept in {self.folder.path}"
+        return RunFailed(f"{what}; {kept}, and a lower --lr in a new folder may help")
 
     def end_epoch(self) -> None:
         """Measure the watched images, write the epoch's line, save."""
         session, recipe, progress = self.session, self.session.recipe, self.progress
+        self.raise_if_not_finite()
         epoch = progress.epochs_logged
         begun = time.perf_counter()
         accuracy = measure(
@@ -248,12 +263,7 @@ class Run:
     def save(self, status: str, message: str | None = None) -> None:
         """The model, the checkpoint and the record; never weights that are not finite over good ones."""
         session, self.progress.loss_sum = self.session, self.loss_sum.item()
-        self.raise_if_bad()
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in session.model.parameters()):
-            raise RunFailed(
-                f"the weights are no longer finite after step {self.progress.step}; "
-                f"the last good checkpoint is kept in {self.folder.path}"
-            )
+        self.raise_if_not_finite()
         save_model(self.folder.model, session.model, session.description)
         save_checkpoint(self.folder.checkpoint, session.model, session.optimizer, self.progress)
         self.describe(status, message)

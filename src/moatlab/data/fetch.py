@@ -113,7 +113,7 @@ def download(url: str, target: Path, md5: str) -> None:
         _receive(url, part)
     if _digest(part, "md5") != md5:
         part.unlink()
-        raise UserError(f"what {url} sent is not the official archive (its md5 is not {md5}); try again later")
+        raise SourceError(f"what {url} sent is not the official archive (its md5 is not {md5})")
     part.replace(target)
 
 

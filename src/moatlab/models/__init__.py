@@ -8,6 +8,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from moatlab.errors import UserError
+from moatlab.files import SCHEMA
 from moatlab.models.preact_resnet import PreActResNet18
 
 BUILT_IN = {"preact_resnet18": PreActResNet18}
 METADATA_KEY = "moatlab"
-SCHEMA = 1
 
 
 def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Module:
@@ -31,33 +34,42 @@ def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Mod
 
 
 def _build_by_factory(name: str, classes: int) -> nn.Module:
-    """`factory(num_classes=…)` where it has such a parameter, `factory(classes)` where it asks for one, or `factory()`."""
+    """`factory(num_classes=…)` where it has that, `factory(classes)` where it asks for one number, or `factory()`."""
     module_name, colon, factory_name = name.partition(":")
     if not colon:
         raise UserError(
             f"there is no model '{name}'; give {', '.join(BUILT_IN)}, or your own as package.module:factory"
         )
-    try:
-        factory = getattr(importlib.import_module(module_name), factory_name)
-    except (ImportError, ValueError, SyntaxError) as error:
-        raise UserError(f"--model {name}: the module can't be imported ({error})") from None
-    except AttributeError:
-        raise UserError(f"--model {name}: {module_name} has no '{factory_name}'") from None
+    if module_name.partition(".")[0] in sys.stdlib_module_names:  # a model's file may name the factory, too
+        raise UserError(f"--model {name}: {module_name} is a part of Python, not a module that makes models")
+    with users_code(f"--model {name}: the module can't be imported"):
+        module = importlib.import_module(module_name)
+    factory = getattr(module, factory_name, None)
+    if factory is None:
+        raise UserError(f"--model {name}: {module_name} has no '{factory_name}'")
     if not callable(factory):
         raise UserError(f"--model {name}: this is a {type(factory).__name__}, not a function that makes a model")
     parameters = inspect.signature(factory).parameters.values()
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if any(p.name == "num_classes" for p in parameters):
-        model = factory(num_classes=classes)
-    elif len(required) <= 1:
-        model = factory(*[classes][: len(required)])
-    else:
-        raise UserError(f"--model {name}: the factory may ask for the number of classes and nothing else")
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    by_name = any(p.name == "num_classes" for p in parameters)
+    others = [p for p in required if p.name != "num_classes"]
+    if len(others) > (0 if by_name else 1) or any(p.kind is p.KEYWORD_ONLY for p in others):
+        raise UserError(f"--model {name}: a factory may ask for the number of classes and nothing else")
+    with users_code(f"--model {name}: the factory failed"):
+        model = factory(num_classes=classes) if by_name else factory(*[classes][: len(required)])
     if not isinstance(model, nn.Module):
         raise UserError(f"--model {name}: the factory returned a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+@contextmanager
+def users_code(trouble: str) -> Iterator[None]:
+    """Code of the user's runs inside, which may raise anything; it is told as a sentence (and whole by --debug)."""
+    try:
+        yield
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise UserError(f"{trouble} ({type(error).__name__}: {reason})") from error
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -88,7 +100,7 @@ def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str 
 def load(run: str | Path) -> nn.Module:
     """The trained model of a run folder or a `.safetensors` file that a run wrote, on the CPU, in eval mode."""
     tensors, description = read_weights(run)
-    if not description:
+    if not isinstance(description.get("classes"), int):
         raise UserError(f"{run} does not say which model it holds; moatlab.load reads files that moatlab wrote")
     model = build_model(description["model"], classes=description["classes"], arguments=description["arguments"])
     set_weights(model, tensors, run)

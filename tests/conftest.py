@@ -1,0 +1,95 @@
+"""The command line inside this process, away from the user's files; and a data set that trains in a moment."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from PIL import Image
+
+from moatlab import cli
+
+settings.register_profile("no hurry", deadline=None)  # another process may be using the machine
+settings.load_profile("no hurry")
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """An empty current folder, an empty cache, no data of the user's, and no npm to fetch some with."""
+    nothing = tmp_path / "bin"
+    nothing.mkdir()
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(nothing))
+    monkeypatch.delenv("MOAT_DATA", raising=False)
+    return here
+
+
+@pytest.fixture
+def moat(alone, monkeypatch, capsys):
+    """`moat("plan", "moat:2")` runs the command in this process and tells its exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> Ended:
+        modules = set(sys.modules)
+        capsys.readouterr()
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(sys, "argv", ["moat", *map(str, arguments)])
+                patched.setattr(sys, "path", [*sys.path])
+                importlib.invalidate_caches()
+                with pytest.raises(SystemExit) as ending:
+                    cli.main()
+        finally:  # a model of this test must not be the next test's
+            for name in set(sys.modules) - modules:
+                if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(alone):
+                    del sys.modules[name]
+        captured = capsys.readouterr()
+        return Ended(ending.value.code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def moat_process(alone):
+    """The same as a process of its own, the way a shell starts it."""
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "moatlab", *map(str, arguments)]
+        return subprocess.Popen(
+            command, cwd=alone, env=os.environ.copy(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Two classes of 8x8 images, dark and bright: 40 of each to train on and 10 of each to test."""
+    folder = tmp_path_factory.mktemp("data") / "tiny"
+    draws = np.random.default_rng(0)
+    for part, count in (("train", 40), ("test", 10)):
+        for name, low in (("dark", 0), ("bright", 128)):
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = draws.integers(low, low + 128, (8, 8, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / part / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_options(tiny):
+    """Options of a run that trains 5 steps an epoch, each in milliseconds."""
+    return ("--data", tiny, "--width", 8, "--batch-size", 16, "--threads", 1)

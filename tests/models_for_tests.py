@@ -1,0 +1,87 @@
+"""Small models that tests bring along as a user would, by `--model models_for_tests:NAME`."""
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+CALLS = Counter()  # what `counted` really saw
+
+
+class CountGradient(torch.autograd.Function):
+    """The identity; counts gradients that reach an input, and gradients of those gradients."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        CALLS["input_backwards"] += 1
+        return CountSecondGradient.apply(gradient)
+
+
+class CountSecondGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, gradient):
+        return gradient.clone()
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        CALLS["double_backwards"] += 1
+        return gradient
+
+
+class Counted(nn.Module):
+    """A small convolutional network that counts its own calls, with nothing from the trainer."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, stride=4)
+        self.bn = nn.BatchNorm2d(4)
+        self.linear = nn.Linear(4, num_classes)
+        self.linear.weight.register_post_accumulate_grad_hook(self.count_weights)
+
+    @staticmethod
+    def count_weights(_parameter):
+        CALLS["weight_backwards"] += 1
+
+    def forward(self, x):
+        CALLS["forwards"] += 1
+        x = CountGradient.apply(x) if x.requires_grad else x
+        return self.linear(torch.nn.functional.silu(self.bn(self.conv(x))).mean((2, 3)))
+
+
+def counted(num_classes):
+    CALLS.clear()
+    return Counted(num_classes)
+
+
+def with_dropout(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(768, num_classes))
+
+
+class Linear(nn.Module):
+    """logits = W x, so that every gradient is known in closed form."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        return x.flatten(1) @ self.weight.T
+
+
+def small_network(classes=3, channels=3):
+    """For 4x4 images. Convolution, BatchNorm, a smooth bend: what second derivatives and modes can go wrong on."""
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(channels, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.Softplus(),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.BatchNorm2d(8),
+        nn.Softplus(),
+        nn.Flatten(),
+        nn.Linear(8, classes),
+    )

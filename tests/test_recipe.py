@@ -1,0 +1,319 @@
+import tomllib
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from moatlab.errors import UserError
+from moatlab.recipe import PRESETS, Recipe, load_recipe, make_recipe, parse_eps, read_recipe_file, slug
+
+methods = st.sampled_from(
+    ["standard", "fgsm", "fast", "nfgsm", "pgd:7", "gradalign", "gradalign:0.5", "kim", "moat:2", "imoat:2,5,8",
+     "cutmix | fast | pgd:2>5>8", "mixup | gradalign | kim:4"]
+)  # fmt: skip
+positive = st.floats(0, exclude_min=True, allow_nan=False, allow_infinity=False)
+FIELDS = {
+    "method": methods,
+    "data": st.sampled_from(["mini", "cifar10", "cifar100"]) | st.text(min_size=1),
+    "model": st.sampled_from(["preact_resnet18", "my.models:small"]),
+    "width": st.integers(8, 1024),
+    "shortcut": st.sampled_from(["activated", "raw"]),
+    "final_norm": st.booleans(),
+    "std": st.none() | st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4).map(tuple),
+    "init": st.none() | st.text(min_size=1),
+    "schedule": st.sampled_from(["cyclic", "stepwise"]),
+    "epochs": st.integers(1, 100_000),
+    "eps": st.integers(1, 254).map("{}/255".format) | st.floats(1e-6, 0.999).map(str),
+    "lr": positive,
+    "momentum": st.floats(0, 1, exclude_max=True),
+    "weight_decay": st.floats(0, allow_nan=False, allow_infinity=False),
+    "batch_size": st.integers(1, 10**6),
+    "augment": st.booleans(),
+    "bn_in_attack": st.sampled_from(["train", "eval"]),
+    "holdout": st.integers(1, 10**6),
+    "monitor": st.sampled_from(["holdout", "train", "test"]),
+    "seed": st.integers(0, 2**63 - 1),
+    "threads": st.integers(1, 1024),
+    "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1", "mps"]),
+}
+recipes = st.fixed_dictionaries(FIELDS).map(lambda fields: Recipe(**fields))
+layered = sorted(FIELDS.keys() - {"method", "monitor", "std", "init"})
+some_fields = st.fixed_dictionaries({}, optional={name: FIELDS[name] for name in layered})
+
+
+def written(folder, text):
+    path = Path(folder) / "recipe.toml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_the_strategies_here_cover_every_field():
+    assert FIELDS.keys() == Recipe.model_fields.keys()
+
+
+@given(recipes)
+def test_any_recipe_is_read_back_from_its_file(recipe):
+    with TemporaryDirectory() as folder:
+        assert load_recipe(written(folder, recipe.to_toml())) == recipe
+
+
+@given(st.sampled_from(sorted(PRESETS)), st.fixed_dictionaries(FIELDS))
+def test_the_recipe_file_of_a_run_makes_the_same_recipe_again(preset, fields):
+    recipe = make_recipe(preset=preset, **fields)
+    with TemporaryDirectory() as folder:
+        assert make_recipe(file=written(folder, recipe.to_toml())) == recipe
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("data", ["mini", "cifar10"])
+def test_the_file_of_a_gradalign_run_keeps_its_weight_whatever_preset_it_came_from(tmp_path, preset, data):
+    recipe = make_recipe("gradalign", preset=preset, data=data)
+    again = make_recipe(file=written(tmp_path, recipe.to_toml()))
+    assert again.parsed_method.stages == recipe.parsed_method.stages
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(PRESETS)), some_fields, some_fields)
+def test_options_win_over_the_file_and_the_file_over_the_preset(preset, in_file, options):
+    with TemporaryDirectory() as folder:
+        recipe = make_recipe("moat:2", preset=preset, file=written(folder, tomli_w.dumps(in_file)), **options)
+    expected = PRESETS[preset] | in_file | options
+    for name in layered:
+        if name in expected:
+            assert getattr(recipe, name) == expected[name]
+
+
+def test_an_option_that_is_none_was_not_given():
+    assert make_recipe("moat:2", epochs=None) == make_recipe("moat:2")
+
+
+def test_a_method_may_come_from_the_file_alone_and_an_argument_wins_over_it(tmp_path):
+    path = written(tmp_path, 'method = "fgsm"')
+    assert make_recipe(file=path).method == "fgsm"
+    assert make_recipe("moat:2", file=path).method == "moat:2"
+
+
+def test_a_recipe_without_a_method_is_refused():
+    with pytest.raises(UserError, match="name a method"):
+        make_recipe(epochs=3)
+
+
+def test_a_recipe_file_carries_its_schema_and_keeps_eps_as_it_was_typed():
+    fields = tomllib.loads(make_recipe("moat:2", eps=" 8/255 ").to_toml())
+    assert fields["schema"] == 1
+    assert fields["eps"] == "8/255"
+
+
+def test_a_recipe_cannot_be_changed():
+    with pytest.raises(ValidationError):
+        make_recipe("moat:2").epochs = 3
+
+
+# --- presets
+
+
+SHARED = {
+    "model": "preact_resnet18", "shortcut": "activated", "schedule": "cyclic", "momentum": 0.9, "weight_decay": 5e-4,
+    "seed": 0, "init": None, "device": "auto",
+}  # fmt: skip
+PAPER = SHARED | {
+    "data": "cifar10", "width": 64, "final_norm": True, "std": None, "epochs": 60, "eps": "8/255", "lr": 0.2,
+    "batch_size": 128, "augment": True, "bn_in_attack": "train",
+}  # fmt: skip
+MINI = PAPER | {
+    "data": "mini", "width": 16, "epochs": 21, "eps": "16/255", "augment": False, "holdout": 500, "monitor": "holdout",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("paper", PAPER),
+        ("paper-kim", PAPER | {"final_norm": False, "std": (0.2023, 0.1994, 0.2010), "bn_in_attack": "eval"}),
+        ("mini", MINI),
+        ("mini-long", MINI | {"bn_in_attack": "eval", "batch_size": 32, "lr": 0.1, "epochs": 36}),
+        ("small", {name: PAPER[name] for name in PAPER if name not in ("width", "epochs")}),
+    ],
+)
+def test_a_preset_trains_as_the_paper_or_the_measured_small_setting_does(preset, expected):
+    fields = make_recipe("moat:2", preset=preset).model_dump()
+    assert {name: fields[name] for name in expected} == expected
+
+
+def test_there_are_five_presets():
+    assert set(PRESETS) == {"mini", "mini-long", "small", "paper", "paper-kim"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_makes_a_whole_recipe_whose_cycle_ends_at_its_last_stage(preset):
+    recipe = make_recipe("imoat:2,5,8", preset=preset)
+    assert recipe.parsed_method.ends_cycle(recipe.epochs - 1)
+    assert recipe.threads >= 1
+
+
+@pytest.mark.parametrize(
+    ("data", "epochs"), [(None, 21), ("mini", 21), ("cifar10", 60), ("cifar100", 60), ("some/folder", 60)]
+)
+def test_the_default_preset_is_mini_and_paper_for_other_data(data, epochs):
+    recipe = make_recipe("moat:2", data=data)
+    assert recipe.epochs == epochs
+    assert recipe.data == (data or "mini")
+
+
+def test_data_in_a_recipe_file_chooses_the_default_preset_too(tmp_path):
+    assert make_recipe("moat:2", file=written(tmp_path, 'data = "cifar100"')).width == 64
+
+
+def test_an_unknown_preset_is_refused_and_the_known_ones_named():
+    with pytest.raises(UserError, match="mini-long, small, paper, paper-kim"):
+        make_recipe("moat:2", preset="papr")
+
+
+@pytest.mark.parametrize(
+    ("method", "epochs"),
+    [("fgsm", 200), ("gradalign", 200), ("moat:2", 201), ("imoat:2,5,8", 201), ("mixup | fast | pgd:3", 201)],
+)
+def test_stepwise_training_takes_200_epochs_or_201_where_a_cycle_must_reach_its_last_stage(method, epochs):
+    assert make_recipe(method, preset="paper", schedule="stepwise").epochs == epochs
+
+
+def test_epochs_that_the_user_names_are_not_corrected():
+    assert make_recipe("moat:2", preset="paper", schedule="stepwise", epochs=200).epochs == 200
+
+
+@pytest.mark.parametrize(
+    ("preset", "method", "values"),
+    [
+        ("mini", "gradalign", [2.0]),
+        ("mini-long", "gradalign", [2.0]),
+        ("mini", "gradalign:0.5", [0.5]),
+        ("mini", "mixup | gradalign | gradalign : 0.3", [None, 2.0, 0.3]),
+        ("paper", "gradalign", [0.2]),
+        ("paper-kim", "gradalign", [0.2]),
+    ],
+)
+def test_gradalign_s_weight_belongs_to_the_preset_s_radius_unless_it_is_named(preset, method, values):
+    stages = make_recipe(method, preset=preset).parsed_method.stages
+    assert [stage.value for stage in stages] == values
+
+
+def test_without_held_out_images_training_images_are_watched():
+    assert make_recipe("moat:2", preset="paper").monitor == "train"
+    assert make_recipe("moat:2", holdout=0).monitor == "train"
+    assert make_recipe("moat:2", preset="paper", holdout=100).monitor == "holdout"
+
+
+def test_the_setting_names_the_radius_and_the_mode_of_batchnorm():
+    assert "eps 16/255 (L-inf)" in make_recipe("moat:2").setting
+    assert "BatchNorm in attacks: eval mode" in make_recipe("moat:2", bn_in_attack="eval").setting
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("width", 7), ("width", 2000), ("epochs", 0), ("epochs", 2.5), ("epochs", 10**9), ("lr", 0), ("lr", -1),
+        ("lr", float("nan")), ("lr", float("inf")), ("momentum", 1), ("momentum", -0.1), ("momentum", float("nan")),
+        ("weight_decay", -1), ("weight_decay", float("nan")), ("batch_size", 0), ("holdout", -1), ("seed", -1),
+        ("seed", 2**63), ("threads", 0), ("device", "gpu"), ("device", "cuda:x"), ("device", "cuda:-1"),
+        ("schedule", "linear"), ("shortcut", "none"), ("bn_in_attack", "both"), ("monitor", "all"), ("std", "a,b,c"),
+        ("std", ""), ("std", "0,1,1"), ("std", "nan,1,1"), ("std", (-1.0,)), ("eps", 8), ("method", 3),
+    ],
+)  # fmt: skip
+def test_a_field_out_of_its_range_is_refused_by_the_name_of_its_option(option, value):
+    with pytest.raises(UserError) as error:
+        make_recipe(**({"method": "moat:2", "preset": "paper"} | {option: value}))
+    assert f"--{option.replace('_', '-')}" in str(error.value) or option == "method"
+
+
+def test_watching_held_out_images_needs_some():
+    with pytest.raises(UserError, match="--holdout"):
+        make_recipe("moat:2", monitor="holdout", holdout=0)
+
+
+def test_a_field_that_a_recipe_lacks_is_refused():
+    with pytest.raises(UserError, match="'lerning_rate'"):
+        make_recipe("moat:2", lerning_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("epoch = 3", "unknown key 'epoch'"),
+        ("schema = 2", "schema 2"),
+        ('schema = "1"', "schema"),
+        ("epochs 3", "not valid TOML"),
+        ("epochs = 3\nepochs = 4", "not valid TOML"),
+        (b"\xff\xfe", "not valid TOML"),
+        ("[moat]\nepochs = 3", "unknown key 'moat'"),
+        ("epochs = [3]", "--epochs"),
+        ("epochs = 2020-01-01", "--epochs"),
+        ("method = 2", "method"),
+        ('method = 2\nschedule = "stepwise"', "method"),
+        ("data = 5", "--data"),
+        ("holdout = [1]", "--holdout"),
+        ("eps = 8", "--eps"),
+    ],
+)
+def test_a_recipe_file_with_a_mistake_is_refused(tmp_path, content, says):
+    path = written(tmp_path, content)
+    method = None if b"method" in path.read_bytes() else "fgsm"
+    with pytest.raises(UserError) as error:
+        make_recipe(method, preset="paper", file=path)
+    assert says in str(error.value)
+
+
+def test_a_recipe_file_that_is_missing_or_a_folder_is_refused(tmp_path):
+    for path in (tmp_path / "missing.toml", tmp_path):
+        with pytest.raises(UserError, match=path.name):
+            read_recipe_file(path)
+
+
+# --- the radius
+
+
+@given(st.integers(1, 254), st.sampled_from(["{}/255", " {} / 255 ", "{}.0/255"]))
+def test_a_radius_in_pixel_steps_is_a_fraction_of_255(pixels, form):
+    assert parse_eps(form.format(pixels)) == pixels / 255
+
+
+@given(st.floats(0, 1, exclude_min=True, exclude_max=True))
+def test_a_radius_may_be_a_plain_number_between_0_and_1(eps):
+    assert parse_eps(str(eps)) == eps
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0", "-1/255", "1/-255", "0/255", "0/0", "8/0", "nan", "nan/255", "inf", "1/inf", "1", "255/255", "8/", "/255",
+     "8/255/2", "", "eight", "1e-400", "8/255px"],
+)  # fmt: skip
+def test_a_radius_outside_of_0_to_1_is_refused(text):
+    with pytest.raises(UserError, match="between 0 and 1"):
+        parse_eps(text)
+
+
+def test_a_radius_in_pixel_steps_without_255_is_met_with_the_right_spelling():
+    with pytest.raises(UserError, match="did you mean 8/255"):
+        parse_eps("8")
+
+
+# --- names of folders
+
+
+@given(st.text())
+def test_a_slug_is_a_plain_folder_name_whatever_it_is_made_from(text):
+    name = slug(text)
+    assert name
+    assert name not in (".", "..")
+    assert all(letter.isascii() and (letter.isalnum() or letter in "-.") for letter in name)
+
+
+def test_slugs_are_readable():
+    assert slug("imoat:2,5,8") == "imoat-2-5-8"
+    assert slug("mixup | fast | pgd:2>5") == "mixup-fast-pgd-2-5"

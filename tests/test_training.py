@@ -1,0 +1,298 @@
+"""Real runs: counted costs, equal bits, interruptions."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moatlab
+import models_for_tests
+from moatlab import methods, stages
+from moatlab.checkpoint import Progress, laid_out_like, load_checkpoint, save_checkpoint
+from moatlab.cost import Cost
+from moatlab.errors import RunFailed, UserError
+from moatlab.models.preact_resnet import PreActResNet18
+from moatlab.preparation import split
+from moatlab.recipe import make_recipe
+from moatlab.runfolder import RunFolder
+from moatlab.training import train
+
+METHODS = [
+    "standard", "fgsm", "fast", "nfgsm", "pgd:2", "pgd:7", "gradalign", "kim", "moat:2", "moat:5", "imoat:1,2,3",
+    "imoat:2,5,8", "cutmix | fast | pgd:2>5>8", "mixup | kim:2 | gradalign:0.5 | nfgsm",
+]  # fmt: skip
+KINDS = ("forwards", "input_backwards", "weight_backwards", "double_backwards")
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("MOAT_DATA", raising=False)
+
+
+@pytest.fixture
+def small(tiny):
+    """Recipes for a PreAct ResNet on images of 8x8, 8 steps an epoch, with all on that could disturb a resumed run."""
+
+    def recipe(method, **options):
+        fields = {"data": str(tiny), "width": 8, "epochs": 3, "batch_size": 8, "holdout": 16, "lr": 0.05}
+        return make_recipe(method, preset="small", **(fields | options))
+
+    return recipe
+
+
+def bits(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_counted_cost_equals_the_planned_one_in_each_kind(method, tmp_path):
+    epochs = len(methods.parse_method(method).stages)
+    recipe = make_recipe(method, model="models_for_tests:counted", epochs=epochs)
+    record = train(recipe, tmp_path / "run")
+    assert record.counted == record.planned
+    assert record.planned == json.loads((tmp_path / "run" / "run.json").read_text())["planned"]
+    # Counted a second time by the model itself; what monitoring asked of it (11 forwards and 8 input-backwards for
+    # each 250 images: 500 after every epoch, 1,000 at the end) is counted apart.
+    seen, blocks, steps = models_for_tests.CALLS, 2 * epochs + 4, record.steps_per_epoch
+    monitoring = {"forwards": 11 * blocks, "input_backwards": 8 * blocks}
+    first_look = {"forwards": 2}  # two images go through in either mode before the run
+    for kind in KINDS:
+        apart = monitoring.get(kind, 0) + first_look.get(kind, 0)
+        assert seen[kind] - apart == steps * record.planned[kind], kind
+    assert record.monitoring["forwards"] == 11 * 2 * epochs
+
+
+def careless(context, x, y, _):
+    """A stage that looks at the model once more than it says."""
+    context.model(x)
+    return x, y
+
+
+def wasteful(context, x, y, _):
+    """A stage that attacks with loss.backward(), and so computes weight gradients that it does not declare."""
+    x = x.clone().requires_grad_()
+    F.cross_entropy(context.model(x), y).backward()
+    return (x + context.eps * x.grad.sign()).detach(), y
+
+
+@pytest.mark.parametrize(("stage", "declared"), [(careless, Cost(1, 0, 1)), (wasteful, Cost(2, 1, 1))])
+def test_a_stage_that_declares_too_little_is_caught(small, stage, declared, monkeypatch, tmp_path):
+    monkeypatch.setitem(methods.STAGES, "mine", methods.StageKind(lambda _: declared))
+    monkeypatch.setitem(stages.BATCH_STAGES, "mine", stage)
+    with pytest.raises(RunFailed, match="stage mine declares"):
+        train(small("mine"), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_stage_of_the_users_own_that_declares_what_it_does_trains(small, monkeypatch, tmp_path):
+    monkeypatch.setitem(methods.STAGES, "mine", methods.StageKind(lambda _: Cost(2, 0, 1)))
+    monkeypatch.setitem(stages.BATCH_STAGES, "mine", careless)
+    record = train(small("fgsm | mine", epochs=2), tmp_path / "run")
+    assert record.counted == record.planned
+
+
+def test_the_same_recipe_gives_the_same_bytes_and_another_seed_gives_others(small, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(small("moat:2", seed=seed), tmp_path / name)
+    assert bits(tmp_path / "a") == bits(tmp_path / "b")
+    assert bits(tmp_path / "a") != bits(tmp_path / "c")
+
+
+def test_a_cycle_written_out_equals_imoat_bit_for_bit(small, tmp_path):
+    train(small("imoat:2,5,8", epochs=6), tmp_path / "a")
+    train(small("mixup | fast | pgd:2>5>8", epochs=6), tmp_path / "b")
+    assert bits(tmp_path / "a") == bits(tmp_path / "b")
+
+
+# 8 steps an epoch: in the middle of each stage, at the edges of epochs, and twice in a row.
+STOPS = [3, 8, 11, 12, 16, 21, 24]
+
+
+@pytest.mark.parametrize("method", ["moat:2", "imoat:1,2,3", "kim", "gradalign"])
+@pytest.mark.parametrize("bn", ["train", "eval"])
+def test_an_interrupted_and_resumed_run_equals_one_that_never_stopped(small, method, bn, tmp_path):
+    recipe = small(method, bn_in_attack=bn)
+    whole = train(recipe, tmp_path / "whole")
+    for stop in STOPS:
+        record = train(recipe, tmp_path / "pieces", resume=True, max_steps=stop)
+        assert record.steps_done == stop
+    assert record.status == "finished"
+    assert bits(tmp_path / "pieces") == bits(tmp_path / "whole")
+    best = "model_best.safetensors"
+    assert (tmp_path / "pieces" / best).read_bytes() == (tmp_path / "whole" / best).read_bytes()
+    assert (record.counted, record.final, record.best) == (whole.counted, whole.final, whole.best)
+    without_time = [
+        [{k: v for k, v in line.items() if "seconds" not in k} for line in RunFolder(tmp_path / name).read_metrics()]
+        for name in ("pieces", "whole")
+    ]
+    assert without_time[0] == without_time[1]
+    assert [line["epoch"] for line in without_time[0]] == [1, 2, 3]
+
+
+def test_runs_in_processes_of_their_own_give_the_same_bytes_too(tiny, tmp_path):
+    options = ["--data", str(tiny), "--width", "8", "--batch-size", "8", "--epochs", "3"]
+
+    def moat(folder, *more):
+        command = [sys.executable, "-m", "moatlab", "train", "moat:2", *options, "--out", folder, *more]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+    moat("whole")
+    moat("pieces", "--max-steps", "13")
+    moat("pieces", "--resume")
+    assert bits(tmp_path / "pieces") == bits(tmp_path / "whole")
+
+
+def test_dropout_in_a_users_model_is_exact_too(tmp_path):
+    recipe = make_recipe("fgsm", model="models_for_tests:with_dropout", epochs=2, batch_size=500, lr=0.01)
+    train(recipe, tmp_path / "whole")
+    train(recipe, tmp_path / "pieces", max_steps=7)
+    train(recipe, tmp_path / "pieces", resume=True)
+    assert bits(tmp_path / "pieces") == bits(tmp_path / "whole")
+
+
+def test_lines_written_after_the_last_checkpoint_are_neither_doubled_nor_torn(small, tmp_path):
+    recipe = small("fgsm")
+    train(recipe, tmp_path / "run", max_steps=8)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"schema": 1, "epoch": 2, "cut o')  # what a kill at the wrong moment leaves
+    train(recipe, tmp_path / "run", resume=True)
+    assert [line["epoch"] for line in RunFolder(tmp_path / "run").read_metrics()] == [1, 2, 3]
+
+
+def test_other_images_under_the_same_name_are_not_trained_on(small, tmp_path):
+    recipe = small("fgsm")
+    train(recipe, tmp_path / "run", max_steps=2)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record["data"]["sha256"] = "0" * 64
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="is not the data"):
+        train(recipe, tmp_path / "run", resume=True)
+
+
+def test_the_global_generator_and_the_thread_count_of_the_caller_are_left_alone(small, tmp_path):
+    torch.manual_seed(3)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    train(small("moat:2", threads=1), tmp_path / "run", max_steps=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+
+
+def test_loading_gives_the_trained_model_back(small, tiny, tmp_path):
+    train(small("fgsm", epochs=1), tmp_path / "run")
+    model = moatlab.load(tmp_path / "run")
+    assert not model.training
+    weights = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
+    assert model.state_dict().keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    images = moatlab.load_images(str(tiny))
+    measured = moatlab.measure(model, images.test_x, images.test_y, eps=8 / 255, seed=0)
+    final = json.loads((tmp_path / "run" / "run.json").read_text())["final"]
+    assert measured == pytest.approx({name: final[name] for name in measured}, abs=0.051)
+
+
+def test_a_run_can_start_from_the_weights_of_another(small, tmp_path):
+    train(small("fgsm", epochs=1), tmp_path / "first")
+    train(small("moat:2", epochs=1, init=str(tmp_path / "first")), tmp_path / "second", max_steps=0)
+    first, second = moatlab.load(tmp_path / "first"), moatlab.load(tmp_path / "second")
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def sgd(model, fused):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, fused=fused)
+
+
+def test_fused_sgd_after_a_resume_equals_plain_sgd(tmp_path):
+    """Fused SGD walks raw memory: with channels-last weights a contiguous momentum would go to the wrong weights."""
+    torch.manual_seed(0)
+    model = PreActResNet18(classes=10, width=8).to(memory_format=torch.channels_last)
+    x, y = torch.rand(8, 3, 16, 16), torch.arange(8)
+    optimizer = sgd(model, fused=True)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, model, optimizer, Progress(step=1))
+    content = torch.load(path, weights_only=True)  # what a contiguous round trip would leave in the file
+    content["momentum"] = [buffer.contiguous() for buffer in content["momentum"]]
+    torch.save(content, path)
+
+    resumed = PreActResNet18(classes=10, width=8).to(memory_format=torch.channels_last)
+    plain = PreActResNet18(classes=10, width=8)
+    weights = []
+    for other, fused in ((resumed, True), (plain, False)):
+        other_optimizer = sgd(other, fused)
+        assert load_checkpoint(path, other, other_optimizer) == Progress(step=1)
+        F.cross_entropy(other(x), y).backward()
+        other_optimizer.step()
+        weights.append([parameter.detach().clone() for parameter in other.parameters()])
+    for fused_weight, plain_weight in zip(*weights, strict=True):
+        torch.testing.assert_close(fused_weight, plain_weight, rtol=1e-4, atol=1e-5)
+    F.cross_entropy(model.zero_grad() or model(x), y).backward()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights[0], strict=True))
+
+
+def test_momentum_takes_the_strides_of_its_parameter():
+    parameter = torch.rand(4, 3, 3, 3).to(memory_format=torch.channels_last)
+    buffer = torch.rand(4, 3, 3, 3)
+    copied = laid_out_like(parameter, buffer)
+    assert copied.stride() == parameter.stride() != buffer.stride()
+    assert torch.equal(copied, buffer)
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_is_changed(small, tmp_path):
+    recipe = small("fgsm")
+    train(recipe, tmp_path / "run", max_steps=2)
+    checkpoint = tmp_path / "run" / "checkpoint.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
+    record = (tmp_path / "run" / "run.json").read_bytes()
+    with pytest.raises(UserError, match=r"checkpoint\.pt can't be read"):
+        train(recipe, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "run.json").read_bytes() == record
+
+
+def test_weights_that_are_no_longer_finite_never_replace_a_good_checkpoint(small, tmp_path):
+    """The last step of an epoch can explode the weights after its own loss was still finite."""
+    recipe = small("standard", lr=3e38, schedule="stepwise", epochs=1, batch_size=64, weight_decay=50.0)
+    with pytest.raises(RunFailed, match=r"no longer finite"):
+        train(recipe, tmp_path / "run")
+    weights = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
+    assert all(torch.isfinite(tensor.float()).all() for tensor in weights.values())
+
+
+def test_the_best_epoch_is_chosen_on_held_out_images_and_on_no_others(small, tmp_path):
+    for monitor, holdout in (("holdout", 16), ("train", 0), ("test", 16)):
+        record = train(small("fgsm", monitor=monitor, holdout=holdout, epochs=2), tmp_path / monitor)
+        chosen = (tmp_path / monitor / "model_best.safetensors").exists()
+        assert chosen == (record.best is not None) == (monitor == "holdout")
+
+
+def test_the_images_trained_on_are_never_those_held_out():
+    images = moatlab.load_images("mini")
+    batches, watched_x, watched_y = split(images, make_recipe("fgsm"), torch.device("cpu"))
+    assert torch.equal(batches.x, images.train_x[:5000])
+    assert torch.equal(watched_x, images.train_x[5000:])
+    assert torch.equal(watched_y, images.train_y[5000:])
+
+
+def test_without_held_out_images_a_fixed_sample_of_the_training_images_is_watched():
+    images = moatlab.load_images("mini")
+    batches, watched_x, _ = split(images, make_recipe("fgsm", holdout=0, seed=1), torch.device("cpu"))
+    _, again, _ = split(images, make_recipe("fgsm", holdout=0, seed=2), torch.device("cpu"))
+    assert len(batches.y) == 5500
+    assert len(watched_x) == 1000
+    assert torch.equal(watched_x, again)
+
+
+def test_an_initialisation_does_not_depend_on_what_was_drawn_before(small, tmp_path):
+    states = []
+    for noise in (1, 2):
+        torch.manual_seed(noise)
+        train(small("fgsm"), tmp_path / str(noise), max_steps=0)
+        states.append(copy.deepcopy(bits(tmp_path / str(noise))))
+    assert states[0] == states[1]
