@@ -100,8 +100,9 @@ def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str 
 def load(run: str | Path) -> nn.Module:
     """The trained model of a run folder or a `.safetensors` file that a run wrote, on the CPU, in eval mode."""
     tensors, description = read_weights(run)
-    if not isinstance(description.get("classes"), int):
+    name, classes, arguments = (description.get(key) for key in ("model", "classes", "arguments"))
+    if not (isinstance(name, str) and isinstance(classes, int) and isinstance(arguments, dict)):
         raise UserError(f"{run} does not say which model it holds; moatlab.load reads files that moatlab wrote")
-    model = build_model(description["model"], classes=description["classes"], arguments=description["arguments"])
+    model = build_model(name, classes=classes, arguments=arguments)
     set_weights(model, tensors, run)
     return model.eval()

@@ -1,0 +1,89 @@
+import json
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+
+import moatlab
+from moatlab.checkpoint import save_model
+from moatlab.errors import UserError
+from moatlab.models import build_model
+from moatlab.models.preact_resnet import PreActResNet18
+from models_for_tests import Linear
+
+
+def plain_preact(model, x, *, shortcut, final_norm):
+    """He et al.'s network written out with functions, on the weights of `model`; for eval mode."""
+
+    def norm(bn, x):
+        return F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias)
+
+    x = F.conv2d(x, model.conv1.weight, padding=1)
+    for number, block in enumerate(model.blocks):
+        stride = 2 if number in (2, 4, 6) else 1
+        activated = F.relu(norm(block.bn1, x))
+        branch = F.conv2d(activated, block.conv1.weight, stride=stride, padding=1)
+        branch = F.conv2d(F.relu(norm(block.bn2, branch)), block.conv2.weight, padding=1)
+        if stride == 2:
+            x = F.conv2d(activated if shortcut == "activated" else x, block.shortcut.weight, stride=2)
+        x = x + branch
+    x = F.relu(norm(model.bn, x)) if final_norm else x
+    return F.linear(F.adaptive_avg_pool2d(x, 1).flatten(1), model.linear.weight, model.linear.bias)
+
+
+@pytest.mark.parametrize("shortcut", ["activated", "raw"])
+@pytest.mark.parametrize("final_norm", [True, False])
+@pytest.mark.parametrize("side", [16, 32, 9])
+def test_each_variant_of_preact_resnet_18_equals_it_written_out(shortcut, final_norm, side):
+    torch.manual_seed(0)
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+    model = PreActResNet18(classes=7, width=8, shortcut=shortcut, final_norm=final_norm, mean=mean, std=std)
+    model.train()
+    model(torch.rand(16, 3, side, side))  # so that running statistics are not those of a new layer
+    model.eval()
+    x = torch.rand(4, 3, side, side)
+    normalised = (x - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    expected = plain_preact(model, normalised, shortcut=shortcut, final_norm=final_norm)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_preact_resnet_18_has_the_size_that_its_name_promises():
+    weights = sum(parameter.numel() for parameter in PreActResNet18(classes=10).parameters())
+    convolutions = (
+        3 * 64 * 9 + 4 * 64 * 64 * 9 + sum(w * 2 * w * 9 + 3 * (2 * w) ** 2 * 9 + w * 2 * w for w in (64, 128, 256))
+    )
+    norms = 2 * (4 * 64 + sum(w + 3 * 2 * w for w in (64, 128, 256)) + 512)
+    assert weights == convolutions + norms + 512 * 10 + 10
+
+
+def test_a_file_that_names_a_part_of_python_as_its_model_runs_nothing(tmp_path):
+    for name, classes in (("os:system", "touch harm"), ("os:abort", 1), ("subprocess:getoutput", "touch harm")):
+        description = {"model": name, "classes": classes, "arguments": {}}
+        save_model(tmp_path / "m.safetensors", Linear(torch.zeros(1, 1)), description)
+        with pytest.raises(UserError):
+            moatlab.load(tmp_path / "m.safetensors")
+
+
+def test_a_file_of_a_newer_schema_is_refused(tmp_path):
+    text = json.dumps({"schema": 2, "model": "preact_resnet18", "classes": 2})
+    safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "m.safetensors", metadata={"moatlab": text})
+    with pytest.raises(UserError, match="schema 2"):
+        moatlab.load(tmp_path / "m.safetensors")
+
+
+def test_a_file_of_somebody_elses_says_that_its_model_is_unknown(tmp_path):
+    safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "m.safetensors")
+    with pytest.raises(UserError, match="does not say which model"):
+        moatlab.load(tmp_path / "m.safetensors")
+
+
+def test_a_model_file_holds_one_metadata_key_and_is_the_same_each_time(tmp_path):
+    model = build_model("preact_resnet18", classes=3, arguments={"width": 8}).to(memory_format=torch.channels_last)
+    for name in ("a", "b"):
+        save_model(tmp_path / name, model, {"model": "preact_resnet18", "classes": 3, "arguments": {"width": 8}})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    (tmp_path / "a").rename(tmp_path / "a.safetensors")
+    loaded = moatlab.load(tmp_path / "a.safetensors")
+    x = torch.rand(2, 3, 16, 16)
+    torch.testing.assert_close(loaded(x), model.eval()(x), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,99 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moatlab.data.batches import as_floats
+from moatlab.methods import parse_method
+from moatlab.monitor import collapsed_at, measure
+from moatlab.randomness import generator, key
+from models_for_tests import small_network
+
+ONE_STAGE, CYCLE = parse_method("fgsm"), parse_method("moat:2")
+
+
+def images(count):
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (count, 4, 4, 3), dtype=torch.uint8, generator=draws)
+    return x, torch.randint(0, 3, (count,), generator=draws)
+
+
+def test_accuracies_equal_attacks_written_out():
+    model, eps, seed = small_network(), 0.1, 5
+    model(torch.rand(64, 3, 4, 4))
+    x, y = images(251)  # two blocks, the second of a single image
+    measured = measure(model, x, y, eps=eps, seed=seed)
+    model.eval()
+    right = {"clean": 0, "fgsm": 0, "pgd7": 0}
+    for block, begin in enumerate((0, 250)):
+        floats, labels = as_floats(x[begin : begin + 250]), y[begin : begin + 250]
+
+        def step(point, size, floats=floats, labels=labels):
+            point = point.clone().requires_grad_()
+            F.cross_entropy(model(point), labels, reduction="sum").backward()
+            moved = point.detach() + size * point.grad.sign()
+            return torch.minimum(torch.maximum(moved, floats - eps), floats + eps).clamp(0, 1)
+
+        noise = torch.empty_like(floats).uniform_(-eps, eps, generator=generator(seed, "monitor", block))
+        iterate = (floats + noise).clamp(0, 1)
+        for _ in range(7):
+            iterate = step(iterate, eps / 4)
+        for name, examples in (("clean", floats), ("fgsm", step(floats, eps)), ("pgd7", iterate)):
+            right[name] += (model(examples).argmax(1) == labels).sum().item()
+    assert measured == pytest.approx({name: count / 251 for name, count in right.items()}, abs=1.5 / 251)
+
+
+def test_measuring_leaves_the_model_and_the_generators_as_they_were():
+    model = small_network()
+    model(torch.rand(8, 3, 4, 4))
+    statistics, state = model[1].running_mean.clone(), torch.get_rng_state()
+    modes = [module.training for module in model.modules()]
+    first, again = (measure(model, *images(30), eps=0.1, seed=0) for _ in range(2))
+    assert first == again
+    assert torch.equal(model[1].running_mean, statistics)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_fgsm_that_falls_to_zero_has_collapsed_at_the_first_low_epoch():
+    assert collapsed_at([0.1, 0.2, 0.25, 0.02, 0.0, 0.01], ONE_STAGE) == 4
+
+
+def test_a_fall_that_recovers_is_no_collapse():
+    assert collapsed_at([0.1, 0.2, 0.02, 0.2, 0.21], ONE_STAGE) is None
+
+
+def test_below_a_third_of_the_best_counts_even_above_five_percent():
+    assert collapsed_at([0.1, 0.45, 0.14, 0.1], ONE_STAGE) == 3
+    assert collapsed_at([0.1, 0.45, 0.16, 0.16], ONE_STAGE) is None
+
+
+def test_the_dips_of_a_cycle_at_its_first_stage_are_not_looked_at():
+    assert collapsed_at([0.02, 0.1, 0.2, 0.02, 0.1, 0.2, 0.02], CYCLE) is None
+    assert collapsed_at([0.02, 0.1, 0.2, 0.02, 0.1, 0.04], CYCLE) == 6
+
+
+def test_the_first_epoch_alone_is_no_collapse():
+    assert collapsed_at([0.01], ONE_STAGE) is None
+    assert collapsed_at([], ONE_STAGE) is None
+    assert collapsed_at([0.01, 0.3, 0.3], ONE_STAGE) is None
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=12), st.sampled_from([ONE_STAGE, CYCLE]))
+def test_collapse_is_what_its_definition_says(values, method):
+    checks = [(epoch + 1, value) for epoch, value in enumerate(values) if method.ends_cycle(epoch)]
+    floor = max(0.05, max((value for _, value in checks), default=0) / 3)
+    candidates = [
+        epoch for epoch, _ in checks if epoch >= 2 and all(value < floor for later, value in checks if later >= epoch)
+    ]
+    assert collapsed_at(values, method) == min(candidates, default=None)
+
+
+def test_keys_are_fixed_for_ever_and_share_nothing_between_neighbours():
+    """A stored run must draw the same in every later version."""
+    assert key(0, "order", 0) == 6942163024847554866
+    keys = {key(seed, purpose, step) for seed in range(20) for purpose in ("order", "stage") for step in range(50)}
+    assert len(keys) == 2000
+    assert key(1, "order", 12) != key(11, "order", 2)
