@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from importlib.metadata import version
@@ -24,6 +25,21 @@ def describe_environment() -> dict[str, str | int]:
         "cuda": torch.version.cuda or "none" if cuda else "none",
         "gpu": torch.cuda.get_device_name() if cuda else "none",
     }
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep the memory that tensors free, for the next ones.
+
+    By default it returns every block over 32 MB to the system, and gets it back page by page, zeroed: at the paper's
+    size a tenth to a fifth of each step on the CPU. Elsewhere than on glibc this does nothing.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    m_trim_threshold, m_mmap_max = -1, -4  # from malloc.h
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, -1)
 
 
 def _cpu_name() -> str:

@@ -12,7 +12,7 @@ import torch
 from moatlab import display
 from moatlab.attacks.meter import Meter
 from moatlab.checkpoint import Progress, load_checkpoint, save_checkpoint, save_model
-from moatlab.environment import describe_environment
+from moatlab.environment import describe_environment, keep_freed_memory
 from moatlab.errors import Interrupted, RunFailed, UserError
 from moatlab.interrupts import Caught, signals_caught
 from moatlab.monitor import PASSES as MONITOR_PASSES
@@ -47,6 +47,7 @@ def train(
     if resume and (finished := folder.finished_record()):
         display.note(f"{folder.path} is already finished")
         return finished
+    keep_freed_memory()
     threads = torch.get_num_threads()
     torch.set_num_threads(recipe.threads)
     try:

@@ -10,18 +10,29 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moatlab.files import atomic
+from moatlab.methods import parse_method
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes too.
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442"]
 
 
 def plot_pgd7(path: Path, histories: dict[str, list[dict[str, Any]]], *, title: str, images: str) -> None:
-    """PGD-7 accuracy over the epochs, a line for each method: figure 1 of the paper."""
+    """PGD-7 accuracy over the epochs, a line for each method: figure 1 of the paper.
+
+    Within a cycle accuracy falls at each benign stage, so a bold line joins the ends of cycles, which can be compared.
+    """
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    for (method, lines), colour in zip(histories.items(), cycle(COLOURS), strict=False):
-        epochs, values = [line["epoch"] for line in lines], [100 * line["pgd7"] for line in lines]
-        axes.plot(epochs, values, marker="o", markersize=3.5, linewidth=1.8, color=colour, label=method)
+    for (spec, lines), colour in zip(histories.items(), cycle(COLOURS), strict=False):
+        method = parse_method(spec)
+        points = [(line["epoch"], 100 * line["pgd7"]) for line in lines]
+        ends = [point for point in points if method.ends_cycle(point[0] - 1)]
+        if len(method.stages) > 1:
+            axes.plot(*zip(*points, strict=True), linewidth=1, alpha=0.35, color=colour)
+        label = spec if len(method.stages) == 1 else f"{spec} (bold: the ends of its cycles)"
+        axes.plot(
+            [e for e, _ in ends], [v for _, v in ends], marker="o", markersize=4, linewidth=2, color=colour, label=label
+        )
     axes.set_xlabel("epoch")
     axes.set_ylabel(f"PGD-7 accuracy on {images} (%)")
     axes.set_ylim(bottom=0)
@@ -29,6 +40,6 @@ def plot_pgd7(path: Path, histories: dict[str, list[dict[str, Any]]], *, title: 
     axes.set_title(title, fontsize=8, color="#444444", wrap=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     with atomic(path) as file:
         figure.savefig(file, format="png", dpi=150)
