@@ -53,15 +53,19 @@ def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--preset", type=presets, help=help_text)(command)
 
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+data_dir_option = click.option(
+    "--data-dir", type=Path, envvar="MOAT_DATA", show_envvar=True, help="Where data sets are looked for first."
+)
+
+
 def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say where and how a run runs, and are no part of what it is."""
-    command = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")(
-        command
+    command = click.option("--resume", is_flag=True, help="Continue the run in --out, or start it.")(
+        json_option(command)
     )
-    command = click.option("--resume", is_flag=True, help="Continue the run in --out, or start it.")(command)
     command = click.option("--out", type=Path, help="The run's folder  [default: runs/NAME]")(command)
-    data_help = "Where data sets are looked for first."
-    return click.option("--data-dir", type=Path, envvar="MOAT_DATA", show_envvar=True, help=data_help)(command)
+    return data_dir_option(command)
 
 
 @cli.command("train")
@@ -101,7 +105,7 @@ def train_command(
 @cli.command("plan")
 @click.argument("method", required=False)
 @recipe_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+@json_option
 def plan_command(
     method: str | None, preset: str | None, recipe_file: Path | None, as_json: bool, **options: Any
 ) -> None:
@@ -154,7 +158,7 @@ def compare_command(
 @cli.command("demo")
 @click.option("--seed", type=int, default=0, show_default=True, help="decides every random draw")
 @click.option("--out", type=Path, help="The folder of the two runs  [default: runs/demo_sSEED]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+@json_option
 def demo_command(seed: int, out: Path | None, as_json: bool) -> None:
     """The paper's point in minutes: FGSM training collapses, MOAT at the same cost does not.
 
@@ -195,31 +199,20 @@ def data_group() -> None:
 
 
 @data_group.command("list")
-@click.option(
-    "--data-dir",
-    type=Path,
-    envvar="MOAT_DATA",
-    show_envvar=True,
-    help="Where data sets are looked for first.",
-)
+@data_dir_option
 def data_list_command(data_dir: Path | None) -> None:
     """The data sets by name, and where each one is."""
     from moatlab.data import available
 
     for name, description, where in available(data_dir):
-        click.echo(f"{name:<10}{description:<64}{where or f'not here yet: moat data get {name}'}")
-    click.echo(f"{'FOLDER':<10}your own images: FOLDER/train/CLASS/*.png and FOLDER/test/CLASS/*.png")
+        click.echo(f"{name:<10}{description}")
+        click.echo(f"{'':<10}{where or f'not here yet: moat data get {name}'}")
+    click.echo(f"{'FOLDER':<10}your own images: FOLDER/train/CLASS/*.png, FOLDER/test/CLASS/*.png")
 
 
 @data_group.command("get")
 @click.argument("name")
-@click.option(
-    "--data-dir",
-    type=Path,
-    envvar="MOAT_DATA",
-    show_envvar=True,
-    help="Where data sets are looked for first.",
-)
+@data_dir_option
 def data_get_command(name: str, data_dir: Path | None) -> None:
     """Fetch the data set NAME, unless it is here already, and say where it is."""
     from moatlab.data import get_images_folder
@@ -228,7 +221,7 @@ def data_get_command(name: str, data_dir: Path | None) -> None:
 
 
 @cli.command("env")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+@json_option
 def env_command(as_json: bool) -> None:
     """Versions and hardware, for a bug report or a results table."""
     from moatlab.environment import describe_environment
