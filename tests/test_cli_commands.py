@@ -70,12 +70,12 @@ def test_env_tells_versions_and_hardware_and_its_json_the_same(moat):
 def test_data_list_names_every_data_set_and_where_it_is(moat):
     code, out, err = moat("data", "list")
     assert (code, err) == (0, "")
-    mini, cifar10, cifar100, folder = out.splitlines()
-    assert mini.startswith("mini ")
-    assert mini.endswith("embedded")
-    assert cifar10.endswith("not here yet: moat data get cifar10")
-    assert cifar100.endswith("not here yet: moat data get cifar100")
-    assert folder.startswith("FOLDER ")
+    lines = out.splitlines()
+    names = [line.split()[0] for line in lines[::2]]
+    places = [line.strip() for line in lines[1::2]]
+    assert names == ["mini", "cifar10", "cifar100", "FOLDER"]
+    assert places == ["embedded", "not here yet: moat data get cifar10", "not here yet: moat data get cifar100"]
+    assert max(map(len, lines)) <= 80
 
 
 def test_data_get_of_what_is_here_says_where(moat):
