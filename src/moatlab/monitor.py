@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.attacks import Probe, fgsm, pgd
+from moatlab.attacks.first_order import uniform
 from moatlab.attacks.probe import evaluating, full_precision
 from moatlab.data.batches import as_floats
 from moatlab.methods import Method
@@ -37,7 +38,8 @@ def measure(
             images, labels = as_floats(x[begin : begin + BATCH]), y[begin : begin + BATCH]
             draws = generator(seed, "monitor", block, device=y.device)
             stepped = fgsm(probe, images, labels, eps=eps)
-            iterated = pgd(probe, images, labels, eps=eps, step_size=eps / 4, steps=7, generator=draws)
+            start = images + uniform(images, eps, draws)
+            iterated = pgd(probe, images, labels, eps=eps, step_size=eps / 4, steps=7, start=start)
             for kind, examples in enumerate((images, stepped, iterated)):
                 right[kind] += (probe.logits(examples).argmax(1) == labels).sum()
             tick(begin + len(labels))

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moatlab.attacks import Probe, fgsm, pgd
-from moatlab.attacks.first_order import ball, uniform
+from moatlab.attacks.first_order import uniform
+from moatlab.attacks.geometry import ball
 from moatlab.attacks.probe import evaluating
 from moatlab.methods import Stage
 
@@ -89,8 +90,9 @@ def fgsm_batch(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
 def fast(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
     """A random start in the ball, one step of 1.25 eps, projected. Wong, Rice and Kolter, 2020."""
     eps = context.eps
+    start = x + uniform(x, eps, context.generator)
     with context.attacking() as probe:
-        return pgd(probe, x, y, eps=eps, step_size=1.25 * eps, steps=1, generator=context.generator), y
+        return pgd(probe, x, y, eps=eps, step_size=1.25 * eps, steps=1, start=start), y
 
 
 def nfgsm(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
@@ -104,9 +106,9 @@ def nfgsm(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
 def multi_step(context: Context, x: Tensor, y: Tensor, steps: int) -> Batch:
     """A random start and K projected steps of max(eps/4, eps/K). Madry et al., 2018; the step size is Wang et al.'s."""
     eps = context.eps
+    start = x + uniform(x, eps, context.generator)
     with context.attacking() as probe:
-        step_size = max(eps / 4, eps / steps)
-        return pgd(probe, x, y, eps=eps, step_size=step_size, steps=steps, generator=context.generator), y
+        return pgd(probe, x, y, eps=eps, step_size=max(eps / 4, eps / steps), steps=steps, start=start), y
 
 
 def kim(context: Context, x: Tensor, y: Tensor, checkpoints: int) -> Batch:

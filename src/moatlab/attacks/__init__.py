@@ -1,6 +1,11 @@
 """Attacks as pure functions on a model (or a `Probe` of it): they return examples and leave the model as found."""
 
-from moatlab.attacks.first_order import fgsm, pgd
+from moatlab.attacks.auto_pgd import apgd
+from moatlab.attacks.draws import Draws
+from moatlab.attacks.ensemble import autoattack
+from moatlab.attacks.fast_boundary import fab
+from moatlab.attacks.first_order import cw, fgsm, mim, pgd, strong_pgd
 from moatlab.attacks.probe import Probe
+from moatlab.attacks.square_attack import square
 
-__all__ = ["Probe", "fgsm", "pgd"]
+__all__ = ["Draws", "Probe", "apgd", "autoattack", "cw", "fab", "fgsm", "mim", "pgd", "square", "strong_pgd"]

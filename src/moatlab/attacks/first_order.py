@@ -1,16 +1,20 @@
-"""Attacks that follow the sign of the gradient inside the L-inf ball and the image range [0, 1]."""
+"""Attacks that follow the gradient inside the eps-ball and the image range [0, 1]."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from moatlab.attacks.geometry import Norm, per_image, project, steepest
+from moatlab.attacks.losses import cross_entropy, is_wrong, margin
 from moatlab.attacks.probe import Probe, as_probe
 
 
-def fgsm(model: Probe | nn.Module, x: Tensor, y: Tensor, *, eps: float) -> Tensor:
-    """x + eps sign(grad L(x, y)), clipped to [0, 1]. Goodfellow, Shlens and Szegedy, 2015."""
-    return pgd(model, x, y, eps=eps, step_size=eps, steps=1)
+def fgsm(model: Probe | nn.Module, x: Tensor, y: Tensor, *, eps: float, norm: Norm = "linf") -> Tensor:
+    """x + eps sign(grad L(x, y)), clipped to [0, 1] (L2: the gradient's unit vector). Goodfellow et al., 2015."""
+    return pgd(model, x, y, eps=eps, step_size=eps, steps=1, norm=norm)
 
 
 def pgd(
@@ -21,25 +25,90 @@ def pgd(
     eps: float,
     step_size: float,
     steps: int,
-    generator: torch.Generator | None = None,
+    norm: Norm = "linf",
+    start: Tensor | None = None,
 ) -> Tensor:
-    """The last of `steps` iterates x <- P[x + step_size sign(grad L(x, y))]. Madry et al., 2018.
+    """The last of `steps` iterates z <- P[z + step_size sign(grad L(z, y))] from `start`, or x. Madry et al., 2018.
 
-    P projects onto the eps-ball around x and onto [0, 1]. With a generator the start is x + U(-eps, eps),
-    projected; without one it is x.
+    P projects onto the eps-ball around x and onto [0, 1], the start included.
     """
     probe = as_probe(model)
-    low, high = ball(x, eps)
-    adversarial = x if generator is None else torch.clamp(x + uniform(x, eps, generator), low, high)
+    z = x if start is None else project(start, x, eps, norm)
     for _ in range(steps):
-        gradient, _ = probe.gradient(adversarial, y)
-        adversarial = torch.clamp(adversarial + step_size * gradient.sign(), low, high)
-    return adversarial
+        gradient, _ = probe.gradient(z, y)
+        z = project(z + step_size * steepest(gradient, norm), x, eps, norm)
+    return z
 
 
-def ball(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The lowest and highest values that the L-inf ball around x has inside [0, 1]."""
-    return (x - eps).clamp_(0, 1), (x + eps).clamp_(0, 1)
+def strong_pgd(
+    model: Probe | nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    eps: float,
+    step_size: float,
+    steps: int,
+    norm: Norm = "linf",
+    start: Tensor | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+) -> Tensor:
+    """PGD that keeps the first iterate that fools the model, start and last included; x itself where none does.
+
+    An example is left alone from then on, so the work goes to those still standing.
+    """
+    probe = as_probe(model)
+    found = x.clone()
+    rows = torch.arange(len(x), device=x.device)
+    z = x if start is None else project(start, x, eps, norm)
+    for step in range(steps + 1):
+        gradient, logits = (
+            probe.gradient(z, y, loss=loss) if step < steps else (z, probe.logits(z))
+        )  # nothing follows the last
+        wrong = is_wrong(logits, y)
+        if wrong.any():
+            found[rows[wrong]] = z[wrong]
+            rows, x, y, z, gradient = (state[~wrong] for state in (rows, x, y, z, gradient))
+            if not len(rows):
+                break
+        z = project(z + step_size * steepest(gradient, norm), x, eps, norm)
+    return found
+
+
+def cw(
+    model: Probe | nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    eps: float,
+    step_size: float,
+    steps: int,
+    norm: Norm = "linf",
+    start: Tensor | None = None,
+) -> Tensor:
+    """`strong_pgd` on the margin max_{j != y} z_j - z_y of Carlini and Wagner, 2017."""
+    return strong_pgd(model, x, y, eps=eps, step_size=step_size, steps=steps, norm=norm, start=start, loss=margin)
+
+
+def mim(
+    model: Probe | nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    eps: float,
+    step_size: float,
+    steps: int,
+    norm: Norm = "linf",
+    momentum: float = 1.0,
+) -> Tensor:
+    """The last of `steps` iterates along g <- momentum g + grad / mean|grad|, from x. Dong et al., 2018."""
+    probe = as_probe(model)
+    z, g = x, torch.zeros_like(x)
+    for _ in range(steps):
+        gradient, _ = probe.gradient(z, y)
+        size = per_image(gradient.abs().flatten(1).mean(1)).clamp(min=torch.finfo(x.dtype).tiny)
+        g = momentum * g + gradient / size
+        z = project(z + step_size * steepest(g, norm), x, eps, norm)
+    return z
 
 
 def uniform(x: Tensor, radius: float, generator: torch.Generator) -> Tensor:

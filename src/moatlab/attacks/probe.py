@@ -2,43 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from moatlab.attacks.losses import cross_entropy
 
 
 class Probe:
     """Logits and input gradients of a model, in the mode the model is in.
 
     Parameters are frozen while the input is differentiated: backpropagation then skips every weight gradient,
-    a third of the work that `loss.backward()` would do.
+    a third of the work that `loss.backward()` would do. With a batch size, images go through in batches of about
+    equal size, none larger; `forwards` and `gradients` count images. `tick` is called after each batch, and may raise.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, *, batch_size: int | None = None, tick: Callable[[], None] = lambda: None
+    ) -> None:
         self.model = model
+        self.batch_size = batch_size
+        self.tick = tick
+        self.forwards = self.gradients = 0
 
-    @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
-        return self._call(x)
+        """What the model answers; nothing can be differentiated through it."""
+        with torch.inference_mode():
+            answers = [self._call(part) for (part,) in self._split(x)]
+        return joined(answers).clone()  # out of inference mode, where results can't be used for anything else
 
-    def gradient(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of each example's cross-entropy by its own input, and the logits met on the way."""
-        x = x.detach().requires_grad_()
+    def gradient(
+        self, x: Tensor, *labels: Tensor, loss: Callable[..., Tensor] = cross_entropy
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient of each example's loss(logits, *labels) by its own input, and the logits met on the way."""
+        gradients, answers = [], []
         with frozen(self.model), torch.enable_grad():
-            logits = self._call(x)
-            # The sum, not the mean: no example's gradient depends on how many others share its batch.
-            (gradient,) = torch.autograd.grad(F.cross_entropy(logits, y, reduction="sum"), x)
-        return gradient, logits.detach()
+            for part, *marks in self._split(x, *labels):
+                part = part.detach().requires_grad_()
+                logits = self._call(part)
+                # The sum, not the mean: no example's gradient depends on how many others share its batch.
+                (gradient,) = torch.autograd.grad(loss(logits, *marks).sum(), part)
+                gradients.append(gradient)
+                answers.append(logits.detach())
+                self.gradients += len(part)
+        return joined(gradients), joined(answers)
+
+    def _split(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        count = len(tensors[0])
+        batches = -(-count // self.batch_size) if self.batch_size else 1
+        yield from zip(*(tensor.tensor_split(max(batches, 1)) for tensor in tensors), strict=True)
 
     def _call(self, x: Tensor) -> Tensor:
         """Never a batch of one in eval mode: its convolutions round differently, so it goes as two of the same."""
         if len(x) == 1 and not self.model.training:
-            return self.model(x.expand(2, *x.shape[1:]))[:1]  # type: ignore[no-any-return]
-        return self.model(x)  # type: ignore[no-any-return]
+            logits = self.model(x.expand(2, *x.shape[1:]))[:1]
+        else:
+            logits = self.model(x)
+        self.forwards += len(x)
+        self.tick()
+        return logits  # type: ignore[no-any-return]
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def as_probe(model: Probe | nn.Module) -> Probe:

@@ -1,0 +1,110 @@
+"""Auto-PGD: gradient ascent with momentum that finds its own step size. Croce and Hein, 2020."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from moatlab.attacks.draws import Draws, start_on_sphere
+from moatlab.attacks.geometry import Norm, per_image, project, steepest
+from moatlab.attacks.losses import cross_entropy, dlr, is_wrong, targeted_dlr
+from moatlab.attacks.probe import Probe, as_probe
+
+LOSSES: dict[str, Callable[..., Tensor]] = {"ce": cross_entropy, "dlr": dlr, "targeted-dlr": targeted_dlr}
+MOMENTUM, RHO = 0.75, 0.75
+
+
+def apgd(
+    model: Probe | nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    eps: float,
+    norm: Norm = "linf",
+    loss: str = "ce",
+    rank: int = 2,
+    steps: int = 100,
+    restart: int = 0,
+    draws: Draws | None = None,
+) -> Tensor:
+    """The first iterate that fools the model, or x itself. `rank` is the target of `targeted-dlr` among the model's
+    answers for x: 2 is the runner-up.
+
+        u = P[z + a steepest(g)],   z' = P[z + 0.75 (u - z) + 0.25 (z - z_before)],   a = 2 eps at first
+
+    At a growing frequency an example is checked. If its loss rose in at most 3/4 of the steps since the last check, or
+    its best loss has not changed since then although a was kept, then a is halved and z goes back to the best point.
+    """
+    probe = as_probe(model)
+    draws = draws or Draws.numbered(0, len(x))
+    criterion = LOSSES[loss]
+    labels = (y, class_of_rank(probe.logits(x), rank)) if loss == "targeted-dlr" else (y,)
+    found = x.clone()
+    rows = torch.arange(len(x), device=x.device)
+    z = start_on_sphere(x, eps, norm, draws, f"apgd {loss}", rank, restart).clamp_(0, 1)
+    before = z
+    gradient, logits = probe.gradient(z, *labels, loss=criterion)
+    best, best_gradient, best_loss = z, gradient, criterion(logits, *labels)
+    best_then, last_loss = best_loss, torch.zeros_like(best_loss)  # the authors' code compares the first loss with 0
+    rises, halved = torch.zeros_like(best_loss), torch.ones_like(best_loss, dtype=torch.bool)
+    size = torch.full_like(best_loss, 2 * eps)
+    checks = check_steps(steps)
+
+    for step in range(1, steps + 2):
+        wrong = is_wrong(logits, y)
+        if wrong.any():
+            found[rows[wrong]] = z[wrong]
+            standing = ~wrong
+            labels = tuple(label[standing] for label in labels)
+            rows, x, y, z, before, gradient, best, best_gradient = (
+                state[standing] for state in (rows, x, y, z, before, gradient, best, best_gradient)
+            )
+            best_loss, best_then, last_loss, rises, halved, size = (
+                state[standing] for state in (best_loss, best_then, last_loss, rises, halved, size)
+            )
+        if step > steps or not len(rows):
+            break
+
+        if step - 1 in checks:
+            window = checks[step - 1]
+            stuck = (rises <= RHO * window) | (~halved & (best_then >= best_loss))
+            size = torch.where(stuck, size / 2, size)
+            z = torch.where(per_image(stuck), best, z)
+            gradient = torch.where(per_image(stuck), best_gradient, gradient)
+            halved, best_then, rises = stuck, best_loss, torch.zeros_like(rises)
+
+        along = MOMENTUM if step > 1 else 1.0
+        u = project(z + per_image(size) * steepest(gradient, norm), x, eps, norm)
+        z, before = project(z + along * (u - z) + (1 - along) * (z - before), x, eps, norm), z
+
+        if step == steps:  # nothing follows the last iterate: its logits are enough
+            logits = probe.logits(z)
+            continue
+        gradient, logits = probe.gradient(z, *labels, loss=criterion)
+        new_loss = criterion(logits, *labels)
+        rises += new_loss > last_loss
+        last_loss = new_loss
+        better = new_loss > best_loss
+        best = torch.where(per_image(better), z, best)
+        best_gradient = torch.where(per_image(better), gradient, best_gradient)
+        best_loss = torch.where(better, new_loss, best_loss)
+    return found
+
+
+def check_steps(steps: int) -> dict[int, int]:
+    """The steps after which the step size is checked, each with the number of steps since the one before it: 22, 41,
+    57, 70, 80, 87, 93 and 99 of 100."""
+    window, shrink, smallest = (max(int(share * steps), 1) for share in (0.22, 0.03, 0.06))
+    checks, step = {}, window
+    while step <= steps:
+        checks[step] = window
+        window = max(window - shrink, smallest)
+        step += window
+    return checks
+
+
+def class_of_rank(logits: Tensor, rank: int) -> Tensor:
+    """The class that each example's logits put at this rank, counted from 1."""
+    return logits.sort(1).indices[:, -rank]

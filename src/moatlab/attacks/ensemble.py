@@ -1,0 +1,158 @@
+"""The attacks by the names that people type, each as a list of parts; and AutoAttack, which is four of them in turn."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moatlab.attacks.auto_pgd import apgd
+from moatlab.attacks.draws import Draws, start_in_ball
+from moatlab.attacks.fast_boundary import fab
+from moatlab.attacks.first_order import cw, fgsm, mim, pgd, strong_pgd
+from moatlab.attacks.geometry import Norm
+from moatlab.attacks.losses import is_wrong
+from moatlab.attacks.probe import Probe, as_probe
+from moatlab.attacks.square_attack import QUERIES, square
+from moatlab.errors import UserError
+
+RESTARTS = 10
+TARGETS = 9
+SEGMENT = 500  # of Square's queries, after which an evaluation can be continued
+
+AUTOATTACK = ("apgd-ce", "apgd-t", "fab-t", "square")
+ENSEMBLES = {"aa": AUTOATTACK, "aa-fast": AUTOATTACK[:2]}
+LAST_ITERATE = ("fgsm", "pgd7", "mim50")  # judged at one point, for every image
+NAMES = ("clean", "fgsm", "pgd7", "pgd50", "cw50", "mim50", "apgd-ce", "apgd-t", "fab-t", "square", "aa", "aa-fast")
+FOUR_CLASSES = ("apgd-t", "aa", "aa-fast")  # their loss needs the four largest logits
+
+# (probe, x, y, draws, the points that the part before ended at) -> points
+Run = Callable[[Probe, Tensor, Tensor, Draws, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A restart, a target or some queries of an attack: what runs between two looks at who is still standing."""
+
+    attack: str
+    run: Run
+    work: float  # passes over an image, at most; for the time left
+    continues: bool = False  # it goes on from the points where the part before ended
+
+
+def parts_of(name: str, *, eps: float, norm: Norm, classes: int, restarts: int = RESTARTS) -> list[Part]:
+    """What an attack does, in order. `restarts` are those of pgd50 and cw50."""
+    if name in ENSEMBLES:
+        return [part for member in ENSEMBLES[name] for part in parts_of(member, eps=eps, norm=norm, classes=classes)]
+    ranks = range(2, min(TARGETS, classes - 1) + 2)
+    threat = {"eps": eps, "norm": norm}
+    match name:
+        case "fgsm":
+            return [Part(name, lambda p, x, y, _d, _z: fgsm(p, x, y, **threat), 1)]
+        case "mim50":
+            return [Part(name, lambda p, x, y, _d, _z: mim(p, x, y, step_size=eps / 50, steps=50, **threat), 50)]
+        case "pgd7":
+            return [Part(name, partial(_from_random_start, pgd, name, 0, 7, eps, norm), 7)]
+        case "pgd50" | "cw50":
+            attack = strong_pgd if name == "pgd50" else cw
+            return [
+                Part(name, partial(_from_random_start, attack, name, restart, 50, eps, norm), 50)
+                for restart in range(restarts)
+            ]
+        case "apgd-ce":
+            return [Part(name, lambda p, x, y, d, _z: apgd(p, x, y, draws=d, **threat), 100)]
+        case "apgd-t":
+            return [Part(name, partial(_targeted_apgd, rank, eps, norm), 100) for rank in ranks]
+        case "fab-t":
+            return [Part(name, partial(_targeted_fab, rank, eps, norm), 150) for rank in ranks]
+        case "square":
+            segments = [range(begin, begin + SEGMENT) for begin in range(0, QUERIES, SEGMENT)]
+            return [
+                Part(name, partial(_square_segment, queries, eps, norm), SEGMENT / 2, continues=queries.start > 0)
+                for queries in segments
+            ]
+    raise UserError(unknown_attack(name))
+
+
+def _from_random_start(
+    attack: Callable[..., Tensor], name: str, restart: int, steps: int, eps: float, norm: Norm,
+    probe: Probe, x: Tensor, y: Tensor, draws: Draws, _before: Tensor | None,
+) -> Tensor:  # fmt: skip
+    start = start_in_ball(x, eps, norm, draws, f"{name} start", restart)
+    return attack(probe, x, y, eps=eps, step_size=eps / 4, steps=steps, norm=norm, start=start)
+
+
+def _targeted_apgd(
+    rank: int, eps: float, norm: Norm, probe: Probe, x: Tensor, y: Tensor, draws: Draws, _before: Tensor | None
+) -> Tensor:
+    return apgd(probe, x, y, eps=eps, norm=norm, loss="targeted-dlr", rank=rank, draws=draws)
+
+
+def _targeted_fab(
+    rank: int, eps: float, norm: Norm, probe: Probe, x: Tensor, y: Tensor, _draws: Draws, _before: Tensor | None
+) -> Tensor:
+    return fab(probe, x, y, eps=eps, norm=norm, rank=rank)
+
+
+def _square_segment(
+    queries: range, eps: float, norm: Norm, probe: Probe, x: Tensor, y: Tensor, draws: Draws, before: Tensor | None
+) -> Tensor:
+    return square(probe, x, y, eps=eps, norm=norm, queries=queries, start=before, draws=draws)
+
+
+def autoattack(
+    model: Probe | nn.Module, x: Tensor, y: Tensor, *, eps: float, norm: Norm = "linf", draws: Draws | None = None
+) -> Tensor:
+    """An example that fools the model for each image where one was found, and the image itself elsewhere.
+
+    APGD on the cross-entropy, targeted APGD on the DLR loss, targeted FAB and Square, each on what the ones before it
+    left standing: "standard" AutoAttack. Croce and Hein, 2020.
+    """
+    probe = as_probe(model)
+    logits = probe.logits(x)
+    if logits.shape[1] < 4:
+        raise UserError(too_few_classes("autoattack", logits.shape[1]))
+    found = x.clone()
+    standing = ~is_wrong(logits, y)
+    points: Tensor | None = None
+    draws = draws or Draws.numbered(0, len(x))
+    for part in parts_of("aa", eps=eps, norm=norm, classes=logits.shape[1]):
+        if not standing.any():
+            break
+        rows = standing.nonzero().squeeze(1)
+        points = part.run(probe, x[rows], y[rows], draws.of(rows), points if part.continues else None)
+        wrong = is_wrong(probe.logits(points), y[rows])
+        found[rows[wrong]] = points[wrong]
+        standing[rows[wrong]] = False
+        points = points[~wrong]
+    return found
+
+
+def check_names(names: Iterable[str]) -> list[str]:
+    """The attacks asked for, in the order given; `clean` is measured in any case."""
+    names = list(dict.fromkeys(name.strip() for name in names))
+    if not names:
+        raise UserError(f"name at least one attack of: {', '.join(NAMES)}")
+    for name in names:
+        if name not in NAMES:
+            raise UserError(unknown_attack(name))
+    return [name for name in names if name != "clean"]
+
+
+def unknown_attack(name: str) -> str:
+    close = difflib.get_close_matches(name, NAMES, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"there is no attack '{name}'{hint}; there are {', '.join(NAMES)}"
+
+
+def too_few_classes(name: str, classes: int) -> str:
+    others = ", ".join(other for other in NAMES if other not in FOUR_CLASSES)
+    return f"{name} needs at least 4 classes and this model has {classes}; these attacks work: {others}"
+
+
+def standing_rows(standing: Tensor) -> Tensor:
+    return torch.nonzero(standing).squeeze(1)

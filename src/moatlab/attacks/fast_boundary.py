@@ -1,0 +1,89 @@
+"""FAB: the nearest point on the other side of the decision boundary. Croce and Hein, 2020 (targeted version)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moatlab.attacks.auto_pgd import class_of_rank
+from moatlab.attacks.geometry import Norm, distance, per_image
+from moatlab.attacks.losses import is_wrong, logit_gap
+from moatlab.attacks.probe import Probe, as_probe
+
+ALPHA_MAX, ETA, BETA = 0.1, 1.05, 0.9
+
+
+def fab(
+    model: Probe | nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    eps: float,
+    norm: Norm = "linf",
+    rank: int = 2,
+    steps: int = 100,
+) -> Tensor:
+    """The first adversarial iterate within eps of x, or x itself. `rank` is the target among the model's answers for x:
+    2 is the runner-up. There is nothing random in it.
+
+    The boundary towards the target t is taken for the hyperplane where the linearised z_t - z_y vanishes. With d1 and
+    d2 the steps that bring z and x onto it inside [0, 1], and alpha = min(|d1| / (|d1| + |d2|), 0.1),
+
+        z <- (1 - alpha) (z + 1.05 d1) + alpha (x + 1.05 d2)
+
+    and an iterate that fools the model is pulled back: z <- x + 0.9 (z - x).
+    """
+    probe = as_probe(model)
+    target = class_of_rank(probe.logits(x), rank)
+    found = x.clone()
+    rows = torch.arange(len(x), device=x.device)
+    z = x
+    for _ in range(steps):
+        w, logits = probe.gradient(z, y, target, loss=logit_gap)
+        gap = logit_gap(logits, y, target)
+        d1 = onto_hyperplane(z, w, gap, norm)
+        d2 = onto_hyperplane(x, w, gap + (w * (x - z)).flatten(1).sum(1), norm)
+        a1, a2 = (distance(d, norm).clamp(min=1e-8) for d in (d1, d2))
+        alpha = per_image((a1 / (a1 + a2)).clamp(max=ALPHA_MAX))
+        z = ((1 - alpha) * (z + ETA * d1) + alpha * (x + ETA * d2)).clamp_(0, 1)
+
+        wrong = is_wrong(probe.logits(z), y)
+        hit = wrong & (distance(z - x, norm) <= eps)
+        z, crossed = torch.where(per_image(wrong), x + BETA * (z - x), z), z
+        if hit.any():
+            found[rows[hit]] = crossed[hit]
+            rows, x, y, target, z = (state[~hit] for state in (rows, x, y, target, z))
+            if not len(rows):
+                break
+    return found
+
+
+def onto_hyperplane(z: Tensor, w: Tensor, gap: Tensor, norm: Norm) -> Tensor:
+    """The shortest d with gap + <w, d> = 0 and z + d in [0, 1]; where there is none, the one that comes closest.
+
+    Every pixel moves against the sign of the gap, by min(t v, room) with v = 1 (L-inf) or |w| (L2), so t solves
+
+        sum |w| min(t v, room) = |gap|.
+
+    The left side is concave and piecewise linear in t: Newton's method from t = 0 never overshoots and, having passed
+    each bend at most once, ends at the solution itself.
+    """
+    flat, z = w.flatten(1), z.flatten(1)
+    away = flat.sign() * torch.where(gap >= 0, -1, 1)[:, None]
+    room = torch.where(away > 0, 1 - z, z)
+    size = flat.abs()
+    speed = torch.ones_like(size) if norm == "linf" else size
+    gain, limit = size * speed, size * room
+    need = gap.abs()[:, None]
+    t = torch.zeros_like(need)
+    everything = torch.finfo(t.dtype).max
+    for _ in range(size.shape[1] + 1):
+        moving = t * speed < room
+        slope = (gain * moving).sum(1, keepdim=True)
+        root = (need - torch.where(moving, 0, limit).sum(1, keepdim=True)) / slope
+        # Where nothing can move any more (no room, no gradient) all the room is taken.
+        new = torch.where(slope > 0, root, everything).maximum(t)
+        if torch.equal(new, t):
+            break
+        t = new
+    return (away * torch.minimum(t * speed, room)).view_as(w)

@@ -1,0 +1,157 @@
+"""Against the reference code of AutoAttack (the package `pyautoattack`), in float64, with its random draws fed in.
+
+What is compared is what the model is asked: every iterate of APGD and FAB and every query of Square, for each example
+as long as it is standing. Step sizes, best points and returns to them all show in the iterates.
+"""
+
+import pytest
+import torch
+from pyautoattack.autopgd_base import APGDAttack, APGDAttack_targeted
+from pyautoattack.fab_pt import FABAttack_PT
+from pyautoattack.square import SquareAttack
+from torch import nn
+
+from moatlab.attacks import apgd, fab, square
+
+NAMES = {"linf": "Linf", "l2": "L2"}
+CLASSES = 6
+
+
+@pytest.fixture(autouse=True)
+def in_float64(monkeypatch):
+    """The reference casts to float32 here and there; for the length of a test that means float64."""
+    torch.set_default_dtype(torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class ReferenceDraws:
+    """The global generator, asked in the order in which the reference asks it."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def of(self, rows):
+        return ReferenceDraws(int(rows.sum()) if rows.dtype == torch.bool else len(rows))
+
+    def each(self, _purpose, shape, *_counters, normal=False):
+        return (torch.randn if normal else torch.rand)(self.count, *shape)
+
+    def shared(self, _purpose, count, *_counters):
+        return [torch.rand(1).item() for _ in range(count)]
+
+
+class Recorded(nn.Module):
+    """A small convolutional network that keeps whatever it is shown."""
+
+    def __init__(self, side):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, padding=1),
+            nn.SiLU(), nn.Flatten(), nn.Linear(8 * ((side + 1) // 2) ** 2, CLASSES),
+        )  # fmt: skip
+        self.layers[1].running_mean.normal_()
+        self.eval()
+        self.shown = []
+
+    def forward(self, x):
+        self.shown.append(x.detach().clone())
+        return self.layers(x)
+
+    def take(self):
+        shown, self.shown = self.shown, []
+        return shown
+
+
+def problem(side=8, count=12):
+    """Images with the labels that the model gives them, and the distances at which about half of them fall."""
+    model = Recorded(side)
+    torch.manual_seed(2)
+    x = torch.rand(count, 3, side, side)
+    y = model(x).argmax(1)
+    model.take()
+    return model, x, y
+
+
+def follow(model, y, ours, reference, ends=lambda logits, _z, y: logits.argmax(1) != y):
+    """Every batch we asked about holds the reference's points for the examples that had not ended before."""
+    standing = torch.ones(len(y), dtype=torch.bool)
+    assert len(ours) <= len(reference)
+    for asked, answer in zip(ours, reference, strict=False):
+        assert len(asked) == standing.sum()
+        torch.testing.assert_close(asked, answer[standing], rtol=0, atol=1e-9)
+        standing &= ~ends(model.layers(answer).detach(), answer, y)
+    return standing
+
+
+@pytest.mark.parametrize("eps", [0.002, 0.02])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("loss", ["ce", "dlr", "targeted-dlr"])
+def test_apgd_asks_about_the_same_points(norm, loss, eps):
+    model, x, y = problem()
+    eps = eps if norm == "linf" else 10 * eps
+    if loss == "targeted-dlr":
+        theirs = APGDAttack_targeted(model, norm=NAMES[norm], eps=eps, device="cpu")
+        theirs.y_target = model.layers(x).sort(1).indices[:, -3]
+    else:
+        theirs = APGDAttack(model, norm=NAMES[norm], eps=eps, loss=loss, device="cpu")
+    theirs.init_hyperparam(x)
+    torch.manual_seed(3)
+    _, robust, _, _ = theirs.attack_single_run(x, y)
+    reference = model.take()
+    torch.manual_seed(3)
+    found = apgd(model, x, y, eps=eps, norm=norm, loss=loss, rank=3, draws=ReferenceDraws(len(x)))
+    ours = model.take()[1 if loss == "targeted-dlr" else 0 :]  # targets are chosen by the answers for x
+    standing = follow(model, y, ours, reference)
+    assert len(ours) == 101 or not standing.any()
+    assert torch.equal(standing, robust.bool())
+    assert torch.equal((found != x).flatten(1).any(1), ~standing)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("rank", [2, 4])
+@pytest.mark.parametrize("eps", [0.001, 0.03])
+def test_fab_asks_about_the_same_points(norm, rank, eps):
+    model, x, y = problem()
+    eps = eps if norm == "linf" else 10 * eps
+    theirs = FABAttack_PT(model, norm=NAMES[norm], eps=eps, targeted=True, device="cpu")
+    theirs.target_class = rank
+    nearest = theirs.attack_single_run(x, y, is_targeted=True)
+    reference = model.take()[2:]  # after the answers for x, each iterate is asked for its gradient, then for its label
+    found = fab(model, x, y, eps=eps, norm=norm, rank=rank)
+    ours = model.take()[1:]
+    order = {"linf": float("inf"), "l2": 2}[norm]
+
+    def within(z):
+        return torch.linalg.vector_norm((z - x).flatten(1), ord=order, dim=1) <= eps
+
+    standing = torch.ones(len(y), dtype=torch.bool)
+    for index, (asked, answer) in enumerate(zip(ours, reference, strict=False)):
+        torch.testing.assert_close(asked, answer[standing], rtol=0, atol=1e-9)
+        if index % 2:
+            standing &= ~((model.layers(answer).argmax(1) != y) & within(answer))
+    assert len(ours) == 200 or not standing.any()
+    assert torch.equal(standing, ~(within(nearest) & (model.layers(nearest).argmax(1) != y)))
+    assert torch.equal((found != x).flatten(1).any(1), ~standing)
+
+
+@pytest.mark.parametrize("side", [8, 11, 16])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("eps", [0.005, 0.05])
+def test_square_asks_the_same_queries(norm, side, eps):
+    model, x, y = problem(side)
+    eps = eps if norm == "linf" else 20 * eps
+    theirs = SquareAttack(model, norm=NAMES[norm], eps=eps, n_queries=500, resc_schedule=False, device="cpu")
+    theirs.init_hyperparam(x)
+    torch.manual_seed(3)
+    theirs.attack_single_run(x, y)
+    reference = model.take()
+    torch.manual_seed(3)
+    found = square(model, x, y, eps=eps, norm=norm, queries=range(500), draws=ReferenceDraws(len(x)))
+    ours = model.take()
+    assert len(ours) == len(reference)
+    for asked, answer in zip(ours, reference, strict=True):
+        torch.testing.assert_close(asked, answer, rtol=0, atol=1e-9)
+    assert len(ours) == 501 or (model.layers(found).argmax(1) != y).all()
