@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moatlab.data import load_images
     from moatlab.errors import RunFailed, UserError
+    from moatlab.evaluation import evaluate
     from moatlab.methods import parse_method
     from moatlab.models import load
     from moatlab.monitor import measure
@@ -27,6 +28,7 @@ __all__ = [
     "RunFailed",
     "UserError",
     "compare",
+    "evaluate",
     "load",
     "load_images",
     "make_recipe",
@@ -40,6 +42,7 @@ _HOME = {
     "RunFailed": "errors",
     "UserError": "errors",
     "compare": "sweep",
+    "evaluate": "evaluation",
     "load": "models",
     "load_images": "data",
     "make_recipe": "recipe",

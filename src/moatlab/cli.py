@@ -29,6 +29,7 @@ def cli(debug: bool) -> None:
     moat demo                 see FGSM training collapse, and MOAT at the same cost not
     moat train moat:2         train one model
     moat plan imoat:2,5,8     what a run costs, before it runs
+    moat eval RUN             its accuracy under every attack of the paper
     """
 
 
@@ -193,6 +194,116 @@ def run_comparison(recipes: list[Recipe], out: Path, *, data_dir: Path | None, r
     console.print(f"plot: {result['plot']}", markup=False, soft_wrap=True)
 
 
+@cli.command("eval")
+@click.argument("target", metavar="[RUN|FILE]", required=False, type=Path)
+@click.option("--attacks", default="clean,fgsm,pgd50,cw50,mim50,aa", show_default=True, metavar="NAMES",
+              help="of: clean fgsm pgd7 pgd50 cw50 mim50 apgd-ce apgd-t fab-t square aa aa-fast")  # fmt: skip
+@click.option("--eps", help="The radius, such as 8/255  [default: the run's own; 8/255 for a bare model]")
+@click.option("--norm", type=click.Choice(["linf", "l2"]), help="  [default: the run's own; linf for a bare model]")
+@click.option("--n", "count", type=click.IntRange(min=1), help="The first N test images  [default: all]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="decides every random draw")
+@click.option("--batch-size", type=click.IntRange(min=1), help="  [default: the fastest of a few, by trying]")
+@click.option("--which", type=click.Choice(["last", "best"]), default="last", show_default=True, help="epoch of a run")
+@click.option("--model", help="What a bare weights file holds, or a model to evaluate as it is: package.module:factory")
+@click.option("--data", help="mini, cifar10, cifar100 or a folder of images  [default: the run's own]")
+@data_dir_option
+@click.option("--device", default="auto", show_default=True)
+@click.option("--save-adversarial", is_flag=True, help="Keep what was found, for `moat verify`.")
+@click.option("--audit", is_flag=True, help="Attack what stands once more, with another seed and more restarts.")
+@json_option
+def eval_command(
+    target: Path | None, attacks: str, eps: str | None, norm: Any, count: int | None, seed: int,
+    batch_size: int | None, which: str, model: str | None, data: str | None, data_dir: Path | None, device: str,
+    save_adversarial: bool, audit: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Accuracy under attack: of a run folder, of a .safetensors or .pt file, or of --model package.module:factory.
+
+    \b
+    moat eval runs/moat-2_mini_s0
+    moat eval runs/moat-2_mini_s0 --attacks aa --n 200 --save-adversarial
+    moat eval weights.pt --model mymodule:factory --data cifar10 --attacks pgd50,aa
+
+    Writes a card (eval.json in the run, FILE.eval.json beside a file). Stopped, it goes on where it was when it is
+    started again.
+    """
+    from moatlab.attacks.ensemble import check_names
+
+    names = check_names(attacks.split(","))
+    from moatlab.card import evaluate_subject
+    from moatlab.subject import load_subject
+
+    subject = load_subject(target, model=model, which=which, data=data, data_dir=data_dir, device=device)
+    card = evaluate_subject(
+        subject, attacks=["clean", *names], eps=eps, norm=norm, count=count, seed=seed, batch_size=batch_size,
+        audit=audit, save_adversarial=save_adversarial,
+    )  # fmt: skip
+    if as_json:
+        print_json(card)
+        return
+    print_card(card)
+    click.echo(f"card: {subject.card}")
+
+
+def print_card(card: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    settings, data = card["settings"], card["data"]
+    ball = {"linf": "L-inf", "l2": "L2"}[settings["norm"]]
+    title = f"{card['subject']['name']}: {data['images']:,} test images of {data['name']}, {ball} eps {settings['eps']}"
+    table = Table("attack", "accuracy %", "95 % interval", "standing", "forwards", "gradients", "seconds", title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = dict(card["results"])
+    if len(rows) > 2:
+        rows["all of them"] = card["all_attacks"]
+    for name, result in rows.items():
+        low, high = (f"{100 * bound:.1f}" for bound in result["interval"])
+        work = [f"{result[kind]:,}" if kind in result else "" for kind in ("forwards", "gradients")]
+        seconds = f"{result['seconds']:.1f}" if "seconds" in result else ""
+        label = f"{name} *" if "note" in result else name
+        table.add_row(
+            label, f"{100 * result['accuracy']:.1f}", f"{low} to {high}", f"{result['standing']:,}", *work, seconds
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    for name, result in rows.items():
+        if "note" in result:
+            console.print(f"* {name} is {result['note']}", markup=False)
+    if "audit" in card:
+        broken, attacked = card["audit"]["broken"], card["audit"]["attacked"]
+        console.print(f"audit: {broken} of {attacked} images that stood were broken", markup=False)
+    for flag in card["flags"]:
+        console.print(f"RED FLAG {flag['name']} ({flag['evidence']}): {flag['meaning']}", markup=False, style="red")
+    if not card["flags"]:
+        console.print("no red flags", markup=False)
+
+
+@cli.command("verify")
+@click.argument("card", type=Path)
+@data_dir_option
+@click.option("--device", default="auto", show_default=True)
+@json_option
+def verify_command(card: Path, data_dir: Path | None, device: str, as_json: bool) -> None:
+    """Check the saved adversarial examples of CARD again: inside the ball, inside [0, 1], misclassified.
+
+    Needs a card made with --save-adversarial, beside its model. Ends with exit code 1 if an example fails.
+    """
+    from moatlab.card import verify
+
+    report = verify(card, data_dir=data_dir, device=device)
+    failures = report["failures"]
+    if as_json:
+        print_json(report)
+    elif not failures:
+        click.echo(f"{report['checked']:,} examples hold; the largest distance is {report['largest_distance']:.6g}")
+    else:
+        for failure in failures[:10]:
+            click.echo(failure)
+    if failures:
+        raise RunFailed(f"{card} does not hold: {len(failures)} failures")
+
+
 @cli.group("data")
 def data_group() -> None:
     """The data sets: which there are, and how to get them."""
@@ -260,7 +371,9 @@ def main() -> NoReturn:
             raise
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         if isinstance(error, Interrupted):
-            message += ", continue by starting it again" + (" with --resume" if "demo" not in arguments else "")
+            message += ", continue by starting it again" + (
+                " with --resume" if {"train", "compare"} & {*arguments} else ""
+            )
         click.echo(f"moat: {' '.join(message.split())}", err=True)
         if isinstance(error, Interrupted):
             sys.exit(128 + error.signal_number)

@@ -40,7 +40,7 @@ def apgd(
     probe = as_probe(model)
     draws = draws or Draws.numbered(0, len(x))
     criterion = LOSSES[loss]
-    labels = (y, class_of_rank(probe.logits(x), rank)) if loss == "targeted-dlr" else (y,)
+    labels: tuple[Tensor, ...] = (y, class_of_rank(probe.logits(x), rank)) if loss == "targeted-dlr" else (y,)
     found = x.clone()
     rows = torch.arange(len(x), device=x.device)
     z = start_on_sphere(x, eps, norm, draws, f"apgd {loss}", rank, restart).clamp_(0, 1)

@@ -49,7 +49,7 @@ class Draws:
     def _blocks(self) -> list[tuple[int, Tensor, Tensor]]:
         blocks = self.examples // BLOCK
         found = []
-        for block in blocks.unique().tolist():
+        for block in sorted(set(blocks.tolist())):
             rows = (blocks == block).nonzero().squeeze(1)
             found.append((block, rows, self.examples[rows] % BLOCK))
         return found

@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from moatlab.attacks.auto_pgd import apgd
@@ -49,59 +47,53 @@ def parts_of(name: str, *, eps: float, norm: Norm, classes: int, restarts: int =
     if name in ENSEMBLES:
         return [part for member in ENSEMBLES[name] for part in parts_of(member, eps=eps, norm=norm, classes=classes)]
     ranks = range(2, min(TARGETS, classes - 1) + 2)
-    threat = {"eps": eps, "norm": norm}
+    runs: list[Run]
     match name:
         case "fgsm":
-            return [Part(name, lambda p, x, y, _d, _z: fgsm(p, x, y, **threat), 1)]
+            runs, work = [lambda p, x, y, _d, _b: fgsm(p, x, y, eps=eps, norm=norm)], 1.0
         case "mim50":
-            return [Part(name, lambda p, x, y, _d, _z: mim(p, x, y, step_size=eps / 50, steps=50, **threat), 50)]
+            runs = [lambda p, x, y, _d, _b: mim(p, x, y, eps=eps, step_size=eps / 50, steps=50, norm=norm)]
+            work = 50.0
         case "pgd7":
-            return [Part(name, partial(_from_random_start, pgd, name, 0, 7, eps, norm), 7)]
+            runs, work = [_from_random_start(pgd, name, 0, 7, eps, norm)], 7.0
         case "pgd50" | "cw50":
             attack = strong_pgd if name == "pgd50" else cw
-            return [
-                Part(name, partial(_from_random_start, attack, name, restart, 50, eps, norm), 50)
-                for restart in range(restarts)
-            ]
+            runs = [_from_random_start(attack, name, restart, 50, eps, norm) for restart in range(restarts)]
+            work = 50.0
         case "apgd-ce":
-            return [Part(name, lambda p, x, y, d, _z: apgd(p, x, y, draws=d, **threat), 100)]
+            runs, work = [lambda p, x, y, d, _b: apgd(p, x, y, eps=eps, norm=norm, draws=d)], 100.0
         case "apgd-t":
-            return [Part(name, partial(_targeted_apgd, rank, eps, norm), 100) for rank in ranks]
+            runs, work = [_targeted_apgd(rank, eps, norm) for rank in ranks], 100.0
         case "fab-t":
-            return [Part(name, partial(_targeted_fab, rank, eps, norm), 150) for rank in ranks]
+            runs, work = [_targeted_fab(rank, eps, norm) for rank in ranks], 150.0
         case "square":
             segments = [range(begin, begin + SEGMENT) for begin in range(0, QUERIES, SEGMENT)]
-            return [
-                Part(name, partial(_square_segment, queries, eps, norm), SEGMENT / 2, continues=queries.start > 0)
-                for queries in segments
-            ]
-    raise UserError(unknown_attack(name))
+            runs, work = [_square_segment(queries, eps, norm) for queries in segments], SEGMENT / 2
+        case _:
+            raise UserError(unknown_attack(name))
+    return [Part(name, run, work, continues=name == "square" and run is not runs[0]) for run in runs]
 
 
 def _from_random_start(
-    attack: Callable[..., Tensor], name: str, restart: int, steps: int, eps: float, norm: Norm,
-    probe: Probe, x: Tensor, y: Tensor, draws: Draws, _before: Tensor | None,
-) -> Tensor:  # fmt: skip
-    start = start_in_ball(x, eps, norm, draws, f"{name} start", restart)
-    return attack(probe, x, y, eps=eps, step_size=eps / 4, steps=steps, norm=norm, start=start)
+    attack: Callable[..., Tensor], name: str, restart: int, steps: int, eps: float, norm: Norm
+) -> Run:
+    def run(probe: Probe, x: Tensor, y: Tensor, draws: Draws, _before: Tensor | None) -> Tensor:
+        start = start_in_ball(x, eps, norm, draws, f"{name} start", restart)
+        return attack(probe, x, y, eps=eps, step_size=eps / 4, steps=steps, norm=norm, start=start)
+
+    return run
 
 
-def _targeted_apgd(
-    rank: int, eps: float, norm: Norm, probe: Probe, x: Tensor, y: Tensor, draws: Draws, _before: Tensor | None
-) -> Tensor:
-    return apgd(probe, x, y, eps=eps, norm=norm, loss="targeted-dlr", rank=rank, draws=draws)
+def _targeted_apgd(rank: int, eps: float, norm: Norm) -> Run:
+    return lambda p, x, y, d, _b: apgd(p, x, y, eps=eps, norm=norm, loss="targeted-dlr", rank=rank, draws=d)
 
 
-def _targeted_fab(
-    rank: int, eps: float, norm: Norm, probe: Probe, x: Tensor, y: Tensor, _draws: Draws, _before: Tensor | None
-) -> Tensor:
-    return fab(probe, x, y, eps=eps, norm=norm, rank=rank)
+def _targeted_fab(rank: int, eps: float, norm: Norm) -> Run:
+    return lambda p, x, y, _d, _b: fab(p, x, y, eps=eps, norm=norm, rank=rank)
 
 
-def _square_segment(
-    queries: range, eps: float, norm: Norm, probe: Probe, x: Tensor, y: Tensor, draws: Draws, before: Tensor | None
-) -> Tensor:
-    return square(probe, x, y, eps=eps, norm=norm, queries=queries, start=before, draws=draws)
+def _square_segment(queries: range, eps: float, norm: Norm) -> Run:
+    return lambda p, x, y, d, before: square(p, x, y, eps=eps, norm=norm, queries=queries, start=before, draws=d)
 
 
 def autoattack(
@@ -152,7 +144,3 @@ def unknown_attack(name: str) -> str:
 def too_few_classes(name: str, classes: int) -> str:
     others = ", ".join(other for other in NAMES if other not in FOUR_CLASSES)
     return f"{name} needs at least 4 classes and this model has {classes}; these attacks work: {others}"
-
-
-def standing_rows(standing: Tensor) -> Tensor:
-    return torch.nonzero(standing).squeeze(1)

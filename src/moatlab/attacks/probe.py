@@ -57,10 +57,8 @@ class Probe:
 
     def _call(self, x: Tensor) -> Tensor:
         """Never a batch of one in eval mode: its convolutions round differently, so it goes as two of the same."""
-        if len(x) == 1 and not self.model.training:
-            logits = self.model(x.expand(2, *x.shape[1:]))[:1]
-        else:
-            logits = self.model(x)
+        alone = len(x) == 1 and not self.model.training
+        logits = self.model(x.expand(2, *x.shape[1:]))[:1] if alone else self.model(x)
         self.forwards += len(x)
         self.tick()
         return logits  # type: ignore[no-any-return]

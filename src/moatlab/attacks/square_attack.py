@@ -61,7 +61,7 @@ def square(
 
 
 def _share(query: int) -> float:
-    return 0.8 / 2 ** sum(query > halving for halving in HALVINGS)
+    return math.ldexp(0.8, -sum(query > halving for halving in HALVINGS))
 
 
 def _corner(number: float, image: int, side: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from moatlab.models.preact_resnet import PreActResNet18
 
 BUILT_IN = {"preact_resnet18": PreActResNet18}
 METADATA_KEY = "moatlab"
+PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 
 
 def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Module:
@@ -73,9 +75,12 @@ def users_code(trouble: str) -> Iterator[None]:
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a `.safetensors` file (or of a run folder's `model.safetensors`) and what it says about itself."""
+    """The tensors of a `.safetensors` or `.pt` file (or of a run folder's `model.safetensors`) and what it says about
+    itself. Nothing but tensors is ever read: a file that holds code is refused."""
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
+    if path.suffix in PICKLED:
+        return _read_pickled(path), {}
     try:
         with safe_open(path, framework="pt") as file:
             description = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
@@ -84,17 +89,52 @@ def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         raise UserError(f"there is no trained model at {path}") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable .safetensors file ({error})") from None
+    if not isinstance(description, dict):
+        raise UserError(f"{path} does not describe its model as moatlab does")
     if description.get("schema", SCHEMA) != SCHEMA:
         raise UserError(f"{path} has schema {description['schema']}; this version of moatlab reads {SCHEMA}")
     return tensors, description
 
 
-def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str | Path) -> None:
+def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
+    """A state dict saved by `torch.save`, alone or under the key that public code gives it."""
+    if not path.exists():
+        raise UserError(f"there is no trained model at {path}")
     try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
-        raise UserError(f"the weights in {source} don't fit the model: {reason}") from None
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} holds more than tensors, or is damaged; it was refused unread, because unpickling it could run "
+            "code (save model.state_dict() instead)"
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{path} can't be read; it is truncated or not a PyTorch file ({reason})") from None
+    for name in ("state_dict", "model_state_dict", "model", "net"):
+        if isinstance(content, dict) and isinstance(content.get(name), dict):
+            content = content[name]
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise UserError(f"{path} is not a state dict: it holds something besides named tensors")
+    return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}  # DataParallel adds it
+
+
+def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str | Path) -> None:
+    """Refused, with the first mismatch named, unless every name and every shape fits."""
+    own = model.state_dict()
+    reason = None
+    for name, tensor in own.items():
+        if name not in tensors:
+            reason = f"it lacks '{name}'"
+        elif tensors[name].shape != tensor.shape:
+            reason = f"'{name}' is {tuple(tensors[name].shape)} there and {tuple(tensor.shape)} in the model"
+        if reason:
+            break
+    surplus = next((name for name in tensors if name not in own), None)
+    if reason is None and surplus is not None:
+        reason = f"it has '{surplus}', which the model has not"
+    if reason:
+        raise UserError(f"the weights in {source} don't fit the model: {reason}")
+    model.load_state_dict(tensors)
 
 
 def load(run: str | Path) -> nn.Module:

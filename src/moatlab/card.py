@@ -1,0 +1,240 @@
+"""The evaluation card: what was measured, on what, how, and every verdict; written, read and checked again."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moatlab import display
+from moatlab.attacks.geometry import Norm, distance
+from moatlab.attacks.losses import is_wrong
+from moatlab.attacks.probe import Probe, evaluating, full_precision
+from moatlab.data.batches import as_floats
+from moatlab.environment import describe_environment, keep_freed_memory
+from moatlab.errors import UserError
+from moatlab.evaluation import Evaluation, evaluate
+from moatlab.files import SCHEMA, atomic, read_json
+from moatlab.partial import pieces
+from moatlab.recipe import parse_eps
+from moatlab.subject import Subject, load_subject
+
+TOLERANCE = 1e-6
+NOTES = {"aa-fast": "an upper bound on robustness, not AutoAttack: apgd-ce and apgd-t only"}
+VERIFIED_AT_ONCE = 500
+NOT_FOUND = (None, "clean", "before")  # verdicts without an adversarial example: standing, or wrong before the attack
+
+
+def evaluate_subject(
+    subject: Subject,
+    *,
+    attacks: list[str],
+    eps: str | None = None,
+    norm: Norm | None = None,
+    count: int | None = None,
+    seed: int = 0,
+    batch_size: int | None = None,
+    audit: bool = False,
+    save_adversarial: bool = False,
+) -> dict[str, Any]:
+    """Evaluate, write the card beside the model, and return it. Started again after any ending, it goes on."""
+    images, norm = subject.images, norm or subject.norm
+    radius = eps or subject.eps
+    count = len(images.test_y) if count is None else count
+    if count > len(images.test_y):
+        raise UserError(f"--n {count} is more than the {len(images.test_y)} test images of {images.name}")
+    keep_freed_memory()
+    environment = describe_environment() | {"device": str(next(subject.model.parameters(), torch.empty(0)).device)}
+    identity = {
+        "model": subject.sha256, "data": images.sha256, "moatlab": environment["moatlab"],
+        "torch": environment["torch"], "threads": environment["threads"], "device": environment["device"],
+        "save_adversarial": save_adversarial,
+    }  # fmt: skip
+    state = subject.card.with_name(subject.card.name.removesuffix(".json") + ".partial")
+    result = evaluate(
+        subject.model, images.test_x[:count], images.test_y[:count], attacks=attacks, eps=parse_radius(radius, norm),
+        norm=norm, seed=seed, batch_size=batch_size, audit=audit, keep_adversarial=save_adversarial,
+        state=state, identity=identity,
+    )  # fmt: skip
+    saved = None
+    if save_adversarial:
+        saved = subject.card.with_name(subject.card.name.removesuffix(".json") + "_adversarial.npz")
+        height, width, channels = images.test_x.shape[1:]
+        attacked = [name for name in result.broken_by if name != "clean"]
+        write_examples(saved, state, attacked, (channels, height, width))
+    card = make_card(result, subject, radius, environment, saved.name if saved else None)
+    write_card(subject.card, card)
+    partial_folder_done(state)
+    return card
+
+
+def parse_radius(text: str, norm: str) -> float:
+    """`8/255` as a number. An L2 radius may be larger than 1."""
+    if norm == "l2":
+        above, slash, below = text.partition("/")
+        try:
+            radius = float(above) / float(below) if slash else float(above)
+        except (ValueError, ZeroDivisionError):
+            radius = math.nan
+        if not 0 < radius < math.inf:
+            raise UserError(f"--eps {text}: the radius must be a number above 0, such as 128/255")
+        return radius
+    return parse_eps(text)
+
+
+def make_card(
+    result: Evaluation, subject: Subject, eps: str, environment: dict[str, Any], saved: str | None
+) -> dict[str, Any]:
+    count = result.settings["images"]
+    results = {}
+    for name, accuracy in result.accuracy.items():
+        standing = int(result.robust[name].sum())
+        results[name] = {
+            "accuracy": accuracy, "interval": wilson(standing, count), "standing": standing, **result.cost[name],
+        }  # fmt: skip
+        if name in NOTES:
+            results[name]["note"] = NOTES[name]
+    first = first_broken_by(result.broken_by)
+    standing = first.count(None)
+    card = {
+        "subject": {"name": subject.name, **subject.source, "sha256": subject.sha256},
+        "data": {
+            "name": subject.images.name, "part": "test", "images": count, "sha256": subject.images.sha256,
+            "note": subject.images.note,
+        },
+        "settings": {**result.settings, "eps": eps},
+        "results": results,
+        "all_attacks": {"accuracy": standing / count, "interval": wilson(standing, count), "standing": standing},
+        "flags": [asdict(flag) for flag in result.flags],
+        "measured": result.measured,
+        "adversarial": saved,
+        "environment": environment,
+        "first_broken_by": first,
+        "broken_by": result.broken_by,
+    }  # fmt: skip
+    if "audit" in result.broken_by:
+        verdicts = result.broken_by["audit"]
+        broken = sum(verdict not in NOT_FOUND for verdict in verdicts)
+        card["audit"] = {"attacked": broken + verdicts.count(None), "broken": broken, **result.cost["audit"]}
+    return card
+
+
+def first_broken_by(broken_by: dict[str, list[str | None]]) -> list[str | None]:
+    """For each example the first attack, in the order they ran, that broke it."""
+    firsts: list[str | None] = []
+    for verdicts in zip(*broken_by.values(), strict=True):
+        broken = (name for name, verdict in zip(broken_by, verdicts, strict=True) if verdict is not None)
+        firsts.append(next(broken, None))
+    return firsts
+
+
+def wilson(standing: int, count: int) -> list[float]:
+    """The 95 % interval of a share by Wilson's score, which stays sensible near 0 and 1."""
+    z = 1.959964
+    share, weight = standing / count, z * z / count
+    middle = (share + weight / 2) / (1 + weight)
+    half = z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
+    return [max(middle - half, 0.0), min(middle + half, 1.0)]
+
+
+def write_card(path: Path, card: dict[str, Any]) -> None:
+    """One line for each key, so that a person can read what comes before ten thousand verdicts."""
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in {"schema": SCHEMA, **card}.items()]
+    with atomic(path) as file:
+        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+
+def write_examples(path: Path, state: Path, names: list[str], image_shape: tuple[int, ...]) -> None:
+    """`ATTACK_rows` and `ATTACK_x` (float32) for each attack, one piece in memory at a time."""
+    with atomic(path) as file, zipfile.ZipFile(file, "w") as archive:
+        for name in names:
+            rows = np.concatenate([np.zeros(0, np.int64), *(piece["rows"] for piece in pieces(state, name))])
+            _write_member(archive, f"{name}_rows.npy", rows.shape, rows.dtype, [rows])
+            points = (piece["points"].astype(np.float32, copy=False) for piece in pieces(state, name))
+            _write_member(archive, f"{name}_x.npy", (len(rows), *image_shape), np.dtype(np.float32), points)
+
+
+def _write_member(archive: zipfile.ZipFile, name: str, shape: Any, dtype: Any, arrays: Any) -> None:
+    with archive.open(name, "w", force_zip64=True) as member:
+        header = {"shape": tuple(shape), "fortran_order": False, "descr": np.lib.format.dtype_to_descr(dtype)}
+        np.lib.format.write_array_header_2_0(member, header)
+        for array in arrays:
+            member.write(np.ascontiguousarray(array).data)
+
+
+def verify(path: Path, *, data_dir: Path | None = None, device: str = "auto") -> dict[str, Any]:
+    """Each saved example of a card again: within eps + 1e-6 of its image in float64, in [0, 1], and misclassified.
+
+    Also that they are the examples which the card says are broken, of the model and the images that it names.
+    """
+    card = read_json(path)
+    if not card.get("adversarial"):
+        raise UserError(f"{path} has no saved examples; evaluate with --save-adversarial")
+    subject = subject_of(card, path, data_dir, device)
+    settings = card["settings"]
+    eps, norm = parse_radius(settings["eps"], settings["norm"]), settings["norm"]
+    failures: list[str] = []
+    if subject.sha256 != card["subject"]["sha256"]:
+        failures.append("the model is not the one that was evaluated")
+    if subject.images.sha256 != card["data"]["sha256"]:
+        failures.append("the images are not those that were evaluated")
+    try:
+        archive = np.load(path.with_name(card["adversarial"]))
+    except (OSError, ValueError, zipfile.BadZipFile):
+        raise UserError(f"{path.with_name(card['adversarial'])} is missing or damaged") from None
+    checked = 0
+    worst = 0.0
+    attacks = [name for name in card["broken_by"] if name != "clean"]
+    with archive, evaluating(subject.model), full_precision(), display.Bar("verify", max(len(attacks), 1)) as bar:
+        for number, name in enumerate(attacks):
+            rows, points = torch.from_numpy(archive[f"{name}_rows"]), torch.from_numpy(archive[f"{name}_x"])
+            verdicts = card["broken_by"][name]
+            expected = [row for row, verdict in enumerate(verdicts) if verdict not in NOT_FOUND]
+            if sorted(rows.tolist()) != expected or points.dtype != torch.float32:
+                failures.append(f"{name}: the saved examples are not those that the card says are broken")
+                continue
+            for begin in range(0, len(rows), VERIFIED_AT_ONCE):
+                chosen, z = rows[begin : begin + VERIFIED_AT_ONCE], points[begin : begin + VERIFIED_AT_ONCE]
+                far, outside, right = _check(subject, chosen, z, norm)
+                worst = max(worst, float(far.max()))
+                for trouble, which in (
+                    (f"is further than {settings['eps']} from its image", far > eps + TOLERANCE),
+                    ("leaves [0, 1]", outside),
+                    ("is classified correctly", right),
+                ):
+                    failures += [f"{name}: the example of image {row} {trouble}" for row in chosen[which].tolist()]
+                checked += len(chosen)
+            bar.update(number + 1, f"{checked} examples")
+    return {"card": str(path), "checked": checked, "largest_distance": worst, "failures": failures}
+
+
+def _check(
+    subject: Subject, rows: torch.Tensor, z: torch.Tensor, norm: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    device = next(subject.model.parameters(), z).device
+    x = as_floats(subject.images.test_x[rows])
+    far = distance(z.double() - x.double(), norm).nan_to_num(nan=math.inf)
+    outside = ~((z >= 0) & (z <= 1)).flatten(1).all(1)
+    logits = Probe(subject.model).logits(z.to(device))
+    return far, outside, ~is_wrong(logits, subject.images.test_y[rows].to(device)).cpu()
+
+
+def subject_of(card: dict[str, Any], path: Path, data_dir: Path | None, device: str) -> Subject:
+    """The model and the images that a card speaks of, found beside it."""
+    source = card["subject"]
+    target = path.parent / source["file"] if source["file"] else None
+    return load_subject(target, model=source["model"], data=source["data"], data_dir=data_dir, device=device)
+
+
+def partial_folder_done(state: Path) -> None:
+    """The card is on the disk: what was kept to continue is not needed any more."""
+    for file in state.glob("*"):
+        file.unlink()
+    if state.exists():
+        state.rmdir()

@@ -1,0 +1,436 @@
+"""Attacks over a data set. All examples of a chunk march in lockstep, and only those still standing are worked on."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moatlab import display, redflags
+from moatlab.attacks.draws import Draws
+from moatlab.attacks.ensemble import ENSEMBLES, FOUR_CLASSES, LAST_ITERATE, Part, check_names, parts_of, too_few_classes
+from moatlab.attacks.geometry import NORMS, Norm
+from moatlab.attacks.losses import is_wrong
+from moatlab.attacks.probe import Probe, evaluating, full_precision
+from moatlab.data.batches import as_floats
+from moatlab.errors import Interrupted, UserError
+from moatlab.interrupts import Caught, signals_caught
+from moatlab.models import users_code
+from moatlab.partial import Partial
+from moatlab.randomness import key
+from moatlab.redflags import Flag
+
+STANDING, CLEAN = 0, 1  # verdicts; from 2 on, the number of the member attack that broke the example, plus 2
+CHUNK_IMAGES, CHUNK_BYTES = 1000, 2**26
+AUDIT = "audit"
+AUDIT_RESTARTS = 20
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came out. Accuracies are fractions of all images; `robust` and `broken_by` are in the order given."""
+
+    attacks: tuple[str, ...]
+    accuracy: dict[str, float]
+    robust: dict[str, Tensor]  # a bool for each example
+    broken_by: dict[str, list[str | None]]  # "clean" where the image itself is misclassified; None: still standing
+    cost: dict[str, dict[str, float]]  # forwards and gradients (in images), seconds
+    flags: list[Flag]
+    measured: dict[str, Any]  # what the flags were judged by
+    settings: dict[str, Any]
+    # what was found, where it was asked for and not left in `state`: (numbers of images, points), piece by piece
+    adversarial: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict, repr=False)
+
+
+def evaluate(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    attacks: Sequence[str] = ("aa",),
+    eps: float = 8 / 255,
+    norm: Norm = "linf",
+    seed: int = 0,
+    batch_size: int | None = None,
+    chunk_size: int | None = None,
+    examples: Tensor | None = None,
+    audit: bool = False,
+    keep_adversarial: bool = False,
+    state: Path | None = None,
+    identity: dict[str, Any] | None = None,
+) -> Evaluation:
+    """Accuracy of `model` on images `x` with labels `y`, plain and under attacks (by their names).
+
+    x is float, (N, C, H, W), in [0, 1]; or bytes, (N, H, W, C), as data sets hold them. The model is evaluated in eval
+    mode, in full precision, and is given back exactly as it was. An example counts as broken only where this very model
+    misclassifies a point found in the ball.
+
+    `examples` numbers the images within their data set (0, 1, ... if not given): random draws depend on the seed and
+    that number alone, so that batches, chunks, order and shards change no draw. With `state`, a folder, an evaluation
+    that was stopped goes on where it was; `identity` says what it must be an evaluation of.
+    """
+    names = check_names(attacks)
+    check_input(x, y, eps, norm, examples)
+    device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), x.device)
+    with evaluating(model), full_precision(), own_generator(seed, device):
+        job = _Job(model, device, x, y, names, eps, norm, seed, batch_size, chunk_size, examples, audit)
+        settings = {
+            "attacks": ["clean", *names], "eps": eps, "norm": norm, "seed": seed, "images": len(y), "audit": audit,
+            "chunk_size": job.chunk_size,
+        }  # fmt: skip
+        partial = Partial(state, {**settings, **(identity or {})}, keep_examples=keep_adversarial)
+        job.run(partial, catch_signals=state is not None)
+    return job.result(partial, settings)
+
+
+@contextmanager
+def own_generator(seed: int, device: torch.device) -> Iterator[None]:
+    """A randomised model draws from generators of its own inside; afterwards the global ones are as they were."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(key(seed, "inside the model"))
+        yield
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of one attack on one chunk."""
+
+    chunk: int
+    place: slice
+    name: str
+    number: int
+    part: Part
+
+
+class _Job:
+    def __init__(
+        self, model: nn.Module, device: torch.device, x: Tensor, y: Tensor, names: list[str], eps: float, norm: Norm,
+        seed: int, batch_size: int | None, chunk_size: int | None, examples: Tensor | None, audit: bool,
+    ) -> None:  # fmt: skip
+        self.device, self.x, self.y = device, x, y.to(device)
+        self.names = [*names, AUDIT] if audit else names
+        self.eps, self.norm, self.seed = eps, norm, seed
+        self.examples = torch.arange(len(y)) if examples is None else examples.cpu()
+        sample = self.images(slice(0, min(len(y), 8)))
+        self.classes, self.measured = check_model(model, sample, self.y, names)
+        self.untouched = Probe(model, batch_size=batch_size)
+        self.attacked = Probe(channels_last_copy(model, sample), batch_size=batch_size)
+        self.chunk_size = chunk_size or max(min(CHUNK_IMAGES, CHUNK_BYTES // (4 * sample[0].numel())), 1)
+        self.chunks = [slice(begin, begin + self.chunk_size) for begin in range(0, len(y), self.chunk_size)]
+        self.verdicts = {name: torch.zeros(len(y), dtype=torch.int8) for name in self.names}
+        self.cost = {name: {"forwards": 0, "gradients": 0, "seconds": 0.0} for name in ["clean", *self.names]}
+        self.clean_wrong = torch.zeros(len(y), dtype=torch.bool)
+
+    def images(self, which: slice) -> Tensor:
+        """Images as floats on the device, channels last."""
+        chosen = self.x[which].to(self.device)
+        images = as_floats(chosen) if chosen.dtype == torch.uint8 else chosen
+        return images.contiguous(memory_format=torch.channels_last) if images.dim() == 4 else images
+
+    def parts(self, name: str) -> list[Part]:
+        if name != AUDIT:
+            return parts_of(name, eps=self.eps, norm=self.norm, classes=self.classes)
+        members = ("cw50", "apgd-ce", "apgd-t") if self.classes >= 4 else ("cw50", "apgd-ce")
+        return [
+            part
+            for member in members
+            for part in parts_of(member, eps=self.eps, norm=self.norm, classes=self.classes, restarts=AUDIT_RESTARTS)
+        ]
+
+    def members(self, name: str) -> list[str]:
+        """The attacks inside an attack, in order: what a verdict's number means."""
+        return list(dict.fromkeys(part.attack for part in self.parts(name)))
+
+    # --- the loop
+
+    def run(self, partial: Partial, *, catch_signals: bool) -> None:
+        steps = [
+            Step(chunk, place, name, number, part)
+            for chunk, place in enumerate(self.chunks)
+            for name in self.names
+            for number, part in enumerate(self.parts(name))
+        ]
+        with _Progress(self, steps) as progress, signals_caught() if catch_signals else nullcontext(Caught()) as caught:
+
+            def tick() -> None:
+                caught.raise_if_any()
+                progress.show()
+
+            self.attacked.tick = self.untouched.tick = tick
+            try:
+                first, points = self._continue(partial) or self._begin()
+                for number in range(first, len(steps)):
+                    points = self._take(steps[number], partial, progress, points)
+                    continues = number + 1 < len(steps) and steps[number + 1].part.continues
+                    partial.save(self._state(number + 1), points if continues else None)
+            except Interrupted as error:
+                partial.flush()
+                raise Interrupted(f"{error}; nothing is lost", error.signal_number) from None
+
+    def _take(self, step: Step, partial: Partial, progress: _Progress, before: Tensor | None) -> Tensor | None:
+        """One step on the examples still standing; who falls is entered. Returns the points of those who do not."""
+        verdicts = self.verdicts[step.name][step.place]
+        if step.number == 0:
+            verdicts[self._out_of_reach(step.name, step.place)] = CLEAN
+        rows = (verdicts == STANDING).nonzero().squeeze(1)
+        progress.now(step, len(rows))
+        if not len(rows):
+            return None
+        begun, counts = time.perf_counter(), self._counts()
+        on_device = rows.to(self.device)
+        x, y = self.images(step.place)[on_device], self.y[step.place][on_device]
+        seed = self.seed if step.name != AUDIT else key(self.seed, AUDIT)
+        draws = Draws(seed, self.examples[step.place][rows])
+        before = before.to(self.device) if step.part.continues and before is not None else None
+        points = step.part.run(self.attacked, x, y, draws, before)
+        wrong = is_wrong(self.untouched.logits(points), y)
+        fallen = rows[wrong.cpu()]
+        verdicts[fallen] = 2 + self.members(step.name).index(step.part.attack)
+        partial.keep(step.name, f"{step.chunk:06}-{step.number:03}", step.place.start + fallen, points[wrong])
+        self._charge(step.name, begun, counts)
+        return points[~wrong]
+
+    def _begin(self) -> tuple[int, None]:
+        """Plain accuracy, a batch size, and what the red flags are judged by."""
+        begun, counts = time.perf_counter(), self._counts()
+        for place in self.chunks:
+            logits = self.untouched.logits(self.images(place))
+            if logits.isnan().any():
+                row = place.start + int(logits.isnan().any(1).nonzero()[0])
+                raise UserError(f"the model's output for image {row} is not a number; it can't be evaluated")
+            self.clean_wrong[place] = is_wrong(logits, self.y[place]).cpu()
+        self._charge("clean", begun, counts)
+        if self.attacked.batch_size is None:
+            size = good_batch_size(self.attacked.model, self.images(self.chunks[0]))
+            self.attacked.batch_size = self.untouched.batch_size = size
+        sample = slice(0, redflags.SAMPLE)
+        draws = Draws(self.seed, self.examples[sample])
+        self.measured |= redflags.measure(
+            self.attacked, self.images(sample), self.y[sample], eps=self.eps, norm=self.norm, draws=draws
+        )
+        return 0, None
+
+    def _continue(self, partial: Partial) -> tuple[int, Tensor | None] | None:
+        saved = partial.load()
+        if saved is None:
+            return None
+        state, points = saved
+        self.cost, self.measured = state["cost"], state["measured"]
+        self.verdicts = {name: torch.tensor(state["verdicts"][name], dtype=torch.int8) for name in self.names}
+        self.clean_wrong = torch.tensor(state["clean_wrong"], dtype=torch.bool)
+        self.attacked.batch_size = self.untouched.batch_size = state["batch_size"]
+        display.note("continuing the evaluation where it was")
+        return state["step"], points
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step, "batch_size": self.attacked.batch_size, "cost": self.cost, "measured": self.measured,
+            "clean_wrong": self.clean_wrong.int().tolist(),
+            "verdicts": {name: verdicts.tolist() for name, verdicts in self.verdicts.items()},
+        }  # fmt: skip
+
+    def _out_of_reach(self, name: str, place: slice) -> Tensor:
+        """Examples that an attack need not look at: those wrong without any, and for the audit those already broken.
+
+        Attacks that are judged at their last iterate are run on every image, as they are defined.
+        """
+        if name in LAST_ITERATE:
+            return torch.zeros_like(self.clean_wrong[place])
+        gone = self.clean_wrong[place].clone()
+        if name == AUDIT:
+            for other in self.names[:-1]:
+                gone |= self.verdicts[other][place] != STANDING
+        return gone
+
+    def _counts(self) -> tuple[int, int]:
+        return self.attacked.forwards + self.untouched.forwards, self.attacked.gradients + self.untouched.gradients
+
+    def _charge(self, name: str, begun: float, before: tuple[int, int]) -> None:
+        for kind, now, then in zip(("forwards", "gradients"), self._counts(), before, strict=True):
+            self.cost[name][kind] += now - then
+        self.cost[name]["seconds"] += time.perf_counter() - begun
+
+    # --- the result
+
+    def result(self, partial: Partial, settings: dict[str, Any]) -> Evaluation:
+        robust = {"clean": ~self.clean_wrong}
+        broken_by: dict[str, list[str | None]] = {
+            "clean": ["clean" if wrong else None for wrong in self.clean_wrong.tolist()]
+        }
+        audited: tuple[int, int] | None = None
+        for name in self.names:
+            meaning = [None, "before" if name == AUDIT else "clean", *self.members(name)]
+            verdicts = self.verdicts[name]
+            if name == AUDIT:
+                audited = int((verdicts >= 2).sum()), int((verdicts != CLEAN).sum())
+            else:
+                robust[name] = verdicts == STANDING
+            broken_by[name] = [meaning[verdict] for verdict in verdicts.tolist()]
+        accuracy = {name: int(flags.sum()) / len(flags) for name, flags in robust.items()}
+        return Evaluation(
+            attacks=tuple(robust),
+            accuracy=accuracy,
+            robust=robust,
+            broken_by=broken_by,
+            cost=self.cost,
+            flags=redflags.judge(self.measured, accuracy, broken_by, audited),
+            measured=self.measured,
+            settings={**settings, "batch_size": self.attacked.batch_size, "classes": self.classes},
+            adversarial=partial.found,
+        )
+
+
+class _Progress:
+    """The bar: which attack, how many images are standing, robust accuracy so far, time left."""
+
+    def __init__(self, job: _Job, steps: list[Step]) -> None:
+        self.job, self.steps = job, steps
+        self.bar = display.Bar("clean", 1.0)
+        self.begun = time.perf_counter()
+        self.step, self.standing = steps[0] if steps else None, len(job.y)
+        self.ahead, self.passes_then = 0.0, 0.0
+
+    def __enter__(self) -> _Progress:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.__exit__(*error)
+
+    def now(self, step: Step, standing: int) -> None:
+        """What is ahead: this attack on those standing, later ones on as many as stood in earlier chunks (if there
+        are any; on all that are correct otherwise, which is too many)."""
+        job = self.job
+        self.step, self.standing = step, standing
+        correct = (~job.clean_wrong).float()
+        earlier = [verdicts[: step.place.start] for verdicts in job.verdicts.values()]
+        judged = sum(int((verdicts != CLEAN).sum()) for verdicts in earlier)
+        survival = sum(int((verdicts == STANDING).sum()) for verdicts in earlier) / judged if judged else 1.0
+        self.ahead = 0.0
+        for later in self.steps[self.steps.index(step) :]:
+            same = later.name == step.name and later.chunk == step.chunk
+            self.ahead += later.part.work * (standing if same else survival * float(correct[later.place].sum()))
+        self.passes_then = self._passes()
+
+    def _passes(self) -> float:
+        return sum(self.job._counts()) / 2
+
+    def show(self) -> None:
+        passes, step, job = self._passes(), self.step, self.job
+        if step is None or not self.ahead or not passes:
+            return
+        left = max(self.ahead - (passes - self.passes_then), 0.0)
+        eta = display.duration(left * (time.perf_counter() - self.begun) / passes)
+        done = job.verdicts[step.name][: step.place.start]
+        covered = min(step.place.stop, len(job.y))
+        robust = (int((done == STANDING).sum()) + self.standing) / covered
+        member = f" {step.part.attack}" if step.name in (*ENSEMBLES, AUDIT) else ""
+        parts = sum(other.name == step.name and other.chunk == step.chunk for other in self.steps)
+        self.bar.update(
+            passes / (passes + left),
+            f"{self.standing} standing  robust so far {100 * robust:.1f} %  {eta} left",
+            title=f"{step.name}{member} {step.number + 1}/{parts}",
+        )
+
+
+# --- what is looked at before anything runs
+
+
+def check_input(x: Tensor, y: Tensor, eps: float, norm: str, examples: Tensor | None) -> None:
+    if norm not in NORMS:
+        raise UserError(f"the norm must be one of {', '.join(NORMS)}, not '{norm}'")
+    if not 0 < eps < (1 if norm == "linf" else float("inf")):
+        raise UserError(f"eps is {eps}; it must be between 0 and 1 (8/255 is usual), and pixels are in [0, 1]")
+    if x.dim() != 4 or not (x.is_floating_point() or x.dtype == torch.uint8):
+        raise UserError(
+            f"x has shape {tuple(x.shape)} and type {x.dtype}; it must be (N, C, H, W) floats or (N, H, W, C) bytes"
+        )
+    if len(x) != len(y) or not len(y):
+        raise UserError(f"there are {len(x)} images and {len(y)} labels; there must be as many, and at least one")
+    if y.dim() != 1 or y.is_floating_point():
+        raise UserError(f"y must hold one whole number for each image, not {y.dtype} of shape {tuple(y.shape)}")
+    if x.is_floating_point() and not (x.amin() >= 0 and x.amax() <= 1):
+        raise UserError(
+            f"images must lie in [0, 1], and these reach from {x.amin():.3g} to {x.amax():.3g}; "
+            "normalisation belongs inside the model"
+        )
+    if examples is not None and examples.shape != y.shape:
+        raise UserError("examples must give one number for each image")
+
+
+def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """The number of classes, and what a few images show about the model's answers. Refuses what can't be attacked."""
+
+    def ask(images: Tensor) -> Tensor:
+        with users_code("the model can't be run on these images"), torch.no_grad():
+            logits: Tensor = model(images)
+            return logits.clone()
+
+    x = x if len(x) > 1 else x.repeat(2, 1, 1, 1)
+    logits = ask(x)
+    if logits.dim() != 2 or len(logits) != len(x):
+        raise UserError(
+            f"the model's output for {len(x)} images has shape {tuple(logits.shape)}; "
+            "it must be (images, classes), the logits"
+        )
+    if logits.isnan().any():
+        raise UserError("the model's output is not a number; it can't be evaluated")
+    classes = logits.shape[1]
+    if classes < 2:
+        raise UserError("the model has one output only; attacks need a logit for each of at least 2 classes")
+    if int(y.min()) < 0 or int(y.max()) >= classes:
+        raise UserError(f"labels reach from {int(y.min())} to {int(y.max())}, but the model has {classes} classes")
+    for name in names:
+        if name in FOUR_CLASSES and classes < 4:
+            raise UserError(too_few_classes(name, classes))
+    scale = float(logits.abs().max().clamp(min=1e-6))
+    randomised = float((ask(x) - logits).abs().max()) > 1e-4 * scale
+    if not randomised:
+        mates = torch.cat([x[:1], x[1:].flip(0).roll(1, 2)])  # the first image among others
+        if float((ask(mates)[0] - logits[0]).abs().max()) > 1e-3 * scale:
+            raise UserError(
+                "the model's output for an image changes with the other images of its batch (BatchNorm without running "
+                "statistics?); its accuracy under attack is not defined"
+            )
+    probabilities = bool((logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-3).all())
+    return classes, {"randomised": randomised, "probabilities": probabilities}
+
+
+def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module:
+    """A copy to attack, laid out for speed; the model itself where a copy can't be made or does not answer the same."""
+    with torch.no_grad():
+        expected = model(x.contiguous())
+        try:
+            twin = copy.deepcopy(model).to(memory_format=torch.channels_last).requires_grad_(False)  # type: ignore[call-overload]
+            answer = twin(x.contiguous(memory_format=torch.channels_last))
+        except Exception:  # a model of the user's may raise anything at all here, and need not be copied
+            return model
+    scale = expected.abs().max().clamp(min=1e-6)
+    return twin if bool((answer - expected).abs().max() <= 1e-3 * scale) else model
+
+
+def good_batch_size(model: nn.Module, x: Tensor) -> int:
+    """The fastest of a few sizes for gradients, by trying; it stops where trying takes long."""
+    probe = Probe(model)
+    y = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    probe.gradient(x[:8], y[:8])
+    best, best_pace = 32, 0.0
+    for size in (32, 64, 128, 256, 512):
+        if size > max(len(x), 32):
+            break
+        begun = time.perf_counter()
+        probe.gradient(x[:size], y[:size])[0].sum().item()
+        seconds = time.perf_counter() - begun
+        pace = min(size, len(x)) / seconds
+        if pace > best_pace:
+            best, best_pace = size, pace
+        if seconds > 1:
+            break
+    return best

@@ -1,0 +1,97 @@
+"""Where an evaluation stands, on the disk, so that it goes on after any ending; and the examples it has found."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moatlab.errors import UserError
+from moatlab.files import atomic, read_json, write_json
+
+SAVE_SECONDS = 2.0  # between two writes; what was done since the last one is done again after a kill
+
+
+class Partial:
+    """A folder with `state.json`, the adversarial examples found so far and, within Square, the points it is at.
+
+    Without a folder everything is kept in memory.
+    """
+
+    def __init__(self, folder: Path | None, identity: dict[str, Any], *, keep_examples: bool) -> None:
+        self.folder, self.identity, self.keep_examples = folder, identity, keep_examples
+        self.found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._unsaved: tuple[dict[str, Any], Tensor | None] | None = None
+        self._saved_at = 0.0
+
+    def load(self) -> tuple[dict[str, Any], Tensor | None] | None:
+        """The state that was saved last and its points, or None. One of another evaluation is refused."""
+        if self.folder is None or not (self.folder / "state.json").exists():
+            return None
+        content = read_json(self.folder / "state.json")
+        before = content.pop("identity", {})
+        for name, value in self.identity.items():
+            if before.get(name) != value:
+                raise UserError(
+                    f"{self.folder} holds an unfinished evaluation with another {name.replace('_', ' ')} "
+                    f"({_short(before.get(name))}, not {_short(value)}); finish it as it was started, or delete it"
+                )
+        points = content.pop("points")
+        return content, None if points is None else torch.from_numpy(np.load(self.folder / points))
+
+    def save(self, state: dict[str, Any], points: Tensor | None) -> None:
+        """Called after every part; writes now and then."""
+        self._unsaved = state, points
+        if time.monotonic() - self._saved_at >= SAVE_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.folder is None or self._unsaved is None:
+            return
+        state, points = self._unsaved
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = None
+        if points is not None:
+            name = f"points-{state['step']}.npy"
+            self._write_array(name, points)
+        write_json(self.folder / "state.json", {"identity": self.identity, **state, "points": name})
+        for old in self.folder.glob("points-*.npy"):
+            if old.name != name:
+                old.unlink()
+        self._unsaved, self._saved_at = None, time.monotonic()
+
+    def keep(self, attack: str, place: str, rows: Tensor, points: Tensor) -> None:
+        """Adversarial examples of the images `rows`. On the disk before the state that counts them."""
+        if not self.keep_examples or not len(rows):
+            return
+        if self.folder is None:
+            self.found.setdefault(attack, []).append((rows.cpu(), points.cpu()))
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        np.savez(buffer, rows=rows.cpu().numpy(), points=points.cpu().contiguous().numpy())
+        with atomic(self.folder / f"found-{attack}-{place}.npz") as file:
+            file.write(buffer.getbuffer())
+
+    def _write_array(self, name: str, values: Tensor) -> None:
+        assert self.folder is not None
+        with atomic(self.folder / name) as file:
+            np.save(file, values.cpu().contiguous().numpy())
+
+
+def pieces(folder: Path, attack: str) -> Iterator[Any]:
+    """What was kept for an attack, in order: `rows` and `points`, each read only when it is asked for."""
+    for path in sorted(folder.glob(f"found-{attack}-[0-9]*.npz")):
+        with np.load(path) as piece:
+            yield piece
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:12]}…"
