@@ -202,7 +202,7 @@ def run_comparison(recipes: list[Recipe], out: Path, *, data_dir: Path | None, r
 @click.option("--norm", type=click.Choice(["linf", "l2"]), help="  [default: the run's own; linf for a bare model]")
 @click.option("--n", "count", type=click.IntRange(min=1), help="The first N test images  [default: all]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="decides every random draw")
-@click.option("--batch-size", type=click.IntRange(min=1), help="  [default: the fastest of a few, by trying]")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Images at once  [default: 128, fewer of large images]")
 @click.option("--which", type=click.Choice(["last", "best"]), default="last", show_default=True, help="epoch of a run")
 @click.option("--model", help="What a bare weights file holds, or a model to evaluate as it is: package.module:factory")
 @click.option("--data", help="mini, cifar10, cifar100 or a folder of images  [default: the run's own]")
@@ -251,19 +251,19 @@ def print_card(card: dict[str, Any]) -> None:
     settings, data = card["settings"], card["data"]
     ball = {"linf": "L-inf", "l2": "L2"}[settings["norm"]]
     title = f"{card['subject']['name']}: {data['images']:,} test images of {data['name']}, {ball} eps {settings['eps']}"
-    table = Table("attack", "accuracy %", "95 % interval", "standing", "forwards", "gradients", "seconds", title=title)
+    table = Table("attack", "accuracy %", "95 %", "standing", "forwards", "gradients", "seconds", title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     rows = dict(card["results"])
     if len(rows) > 2:
-        rows["all of them"] = card["all_attacks"]
+        rows["all"] = card["all_attacks"]
     for name, result in rows.items():
         low, high = (f"{100 * bound:.1f}" for bound in result["interval"])
         work = [f"{result[kind]:,}" if kind in result else "" for kind in ("forwards", "gradients")]
         seconds = f"{result['seconds']:.1f}" if "seconds" in result else ""
         label = f"{name} *" if "note" in result else name
         table.add_row(
-            label, f"{100 * result['accuracy']:.1f}", f"{low} to {high}", f"{result['standing']:,}", *work, seconds
+            label, f"{100 * result['accuracy']:.1f}", f"{low}-{high}", f"{result['standing']:,}", *work, seconds
         )
     console = Console(highlight=False)
     console.print(table)

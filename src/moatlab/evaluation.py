@@ -29,6 +29,7 @@ from moatlab.redflags import Flag
 
 STANDING, CLEAN = 0, 1  # verdicts; from 2 on, the number of the member attack that broke the example, plus 2
 CHUNK_IMAGES, CHUNK_BYTES = 1000, 2**26
+BATCH, BATCH_PIXELS = 128, 3 * 32 * 32  # images of that size; fewer of larger ones
 AUDIT = "audit"
 AUDIT_RESTARTS = 20
 
@@ -83,7 +84,7 @@ def evaluate(
         job = _Job(model, device, x, y, names, eps, norm, seed, batch_size, chunk_size, examples, audit)
         settings = {
             "attacks": ["clean", *names], "eps": eps, "norm": norm, "seed": seed, "images": len(y), "audit": audit,
-            "chunk_size": job.chunk_size,
+            "chunk_size": job.chunk_size, "batch_size": job.attacked.batch_size, "classes": job.classes,
         }  # fmt: skip
         partial = Partial(state, {**settings, **(identity or {})}, keep_examples=keep_adversarial)
         job.run(partial, catch_signals=state is not None)
@@ -120,6 +121,8 @@ class _Job:
         self.examples = torch.arange(len(y)) if examples is None else examples.cpu()
         sample = self.images(slice(0, min(len(y), 8)))
         self.classes, self.measured = check_model(model, sample, self.y, names)
+        # Measured: gradients of CIFAR-sized images gain nothing beyond 128 at once, and memory is bounded by it.
+        batch_size = batch_size or max(min(BATCH, BATCH * BATCH_PIXELS // sample[0].numel()), 32)
         self.untouched = Probe(model, batch_size=batch_size)
         self.attacked = Probe(channels_last_copy(model, sample), batch_size=batch_size)
         self.chunk_size = chunk_size or max(min(CHUNK_IMAGES, CHUNK_BYTES // (4 * sample[0].numel())), 1)
@@ -198,7 +201,7 @@ class _Job:
         return points[~wrong]
 
     def _begin(self) -> tuple[int, None]:
-        """Plain accuracy, a batch size, and what the red flags are judged by."""
+        """Plain accuracy, and what the red flags are judged by."""
         begun, counts = time.perf_counter(), self._counts()
         for place in self.chunks:
             logits = self.untouched.logits(self.images(place))
@@ -207,9 +210,6 @@ class _Job:
                 raise UserError(f"the model's output for image {row} is not a number; it can't be evaluated")
             self.clean_wrong[place] = is_wrong(logits, self.y[place]).cpu()
         self._charge("clean", begun, counts)
-        if self.attacked.batch_size is None:
-            size = good_batch_size(self.attacked.model, self.images(self.chunks[0]))
-            self.attacked.batch_size = self.untouched.batch_size = size
         sample = slice(0, redflags.SAMPLE)
         draws = Draws(self.seed, self.examples[sample])
         self.measured |= redflags.measure(
@@ -225,13 +225,12 @@ class _Job:
         self.cost, self.measured = state["cost"], state["measured"]
         self.verdicts = {name: torch.tensor(state["verdicts"][name], dtype=torch.int8) for name in self.names}
         self.clean_wrong = torch.tensor(state["clean_wrong"], dtype=torch.bool)
-        self.attacked.batch_size = self.untouched.batch_size = state["batch_size"]
         display.note("continuing the evaluation where it was")
         return state["step"], points
 
     def _state(self, step: int) -> dict[str, Any]:
         return {
-            "step": step, "batch_size": self.attacked.batch_size, "cost": self.cost, "measured": self.measured,
+            "step": step, "cost": self.cost, "measured": self.measured,
             "clean_wrong": self.clean_wrong.int().tolist(),
             "verdicts": {name: verdicts.tolist() for name, verdicts in self.verdicts.items()},
         }  # fmt: skip
@@ -282,7 +281,7 @@ class _Job:
             cost=self.cost,
             flags=redflags.judge(self.measured, accuracy, broken_by, audited),
             measured=self.measured,
-            settings={**settings, "batch_size": self.attacked.batch_size, "classes": self.classes},
+            settings=settings,
             adversarial=partial.found,
         )
 
@@ -305,12 +304,15 @@ class _Progress:
         self.bar.__exit__(*error)
 
     def now(self, step: Step, standing: int) -> None:
-        """What is ahead: this attack on those standing, later ones on as many as stood in earlier chunks (if there
-        are any; on all that are correct otherwise, which is too many)."""
+        """What is ahead: this attack on those standing, later ones on as many as stood so far (if that is
+        known; on all that are correct otherwise, which is too many)."""
         job = self.job
         self.step, self.standing = step, standing
         correct = (~job.clean_wrong).float()
-        earlier = [verdicts[: step.place.start] for verdicts in job.verdicts.values()]
+        earlier = [
+            verdicts[: step.place.stop if job.names.index(name) < job.names.index(step.name) else step.place.start]
+            for name, verdicts in job.verdicts.items()
+        ]
         judged = sum(int((verdicts != CLEAN).sum()) for verdicts in earlier)
         survival = sum(int((verdicts == STANDING).sum()) for verdicts in earlier) / judged if judged else 1.0
         self.ahead = 0.0
@@ -414,23 +416,3 @@ def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module:
             return model
     scale = expected.abs().max().clamp(min=1e-6)
     return twin if bool((answer - expected).abs().max() <= 1e-3 * scale) else model
-
-
-def good_batch_size(model: nn.Module, x: Tensor) -> int:
-    """The fastest of a few sizes for gradients, by trying; it stops where trying takes long."""
-    probe = Probe(model)
-    y = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    probe.gradient(x[:8], y[:8])
-    best, best_pace = 32, 0.0
-    for size in (32, 64, 128, 256, 512):
-        if size > max(len(x), 32):
-            break
-        begun = time.perf_counter()
-        probe.gradient(x[:size], y[:size])[0].sum().item()
-        seconds = time.perf_counter() - begun
-        pace = min(size, len(x)) / seconds
-        if pace > best_pace:
-            best, best_pace = size, pace
-        if seconds > 1:
-            break
-    return best

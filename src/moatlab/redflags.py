@@ -82,12 +82,8 @@ def judge(
     sampled = "" if "fgsm" in accuracy else f" (on {measured['sample']} images)"
     single = accuracy.get("fgsm", measured["fgsm"])
     clean = accuracy["clean"] if "fgsm" in accuracy else measured["clean"]
-    strong = {
-        name: accuracy[name] for name in ("pgd7", "pgd50", "cw50", "apgd-ce", "aa-fast", "aa") if name in accuracy
-    }
-    if not strong or "fgsm" not in accuracy:
-        strong = {"pgd20": ladder[1]}
-    name, strongest = min(strong.items(), key=lambda item: item[1])
+    strong = [(accuracy[name], name) for name in STRONG if name in accuracy and "fgsm" in accuracy]
+    strongest, name = min(strong or [(ladder[1], "pgd20")])
 
     broken, left = _only_square(broken_by)
     if broken > 0.002 * len(broken_by["clean"]):
