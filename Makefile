@@ -4,7 +4,7 @@ SEED ?= 0
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup demo test clean
+.PHONY: setup demo test parity clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -25,6 +25,10 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+# Verdicts against the reference AutoAttack, written to docs/results/parity.json; about an hour on two cores.
+parity: setup
+	$(BIN)/python benchmarks/parity.py
 
 clean:
 	rm -rf .venv build dist

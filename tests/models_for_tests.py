@@ -1,9 +1,12 @@
 """Small models that tests bring along as a user would, by `--model models_for_tests:NAME`."""
 
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch import nn
+
+FIXTURES = Path(__file__).parent / "fixtures"  # two small models trained on mini: moat:2, and fgsm, which collapsed
 
 CALLS = Counter()  # what `counted` really saw
 

@@ -251,7 +251,7 @@ def print_card(card: dict[str, Any]) -> None:
     settings, data = card["settings"], card["data"]
     ball = {"linf": "L-inf", "l2": "L2"}[settings["norm"]]
     title = f"{card['subject']['name']}: {data['images']:,} test images of {data['name']}, {ball} eps {settings['eps']}"
-    table = Table("attack", "accuracy %", "95 %", "standing", "forwards", "gradients", "seconds", title=title)
+    table = Table("attack", "accuracy %", "95 %", "forwards", "gradients", "seconds", title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     rows = dict(card["results"])
@@ -262,9 +262,7 @@ def print_card(card: dict[str, Any]) -> None:
         work = [f"{result[kind]:,}" if kind in result else "" for kind in ("forwards", "gradients")]
         seconds = f"{result['seconds']:.1f}" if "seconds" in result else ""
         label = f"{name} *" if "note" in result else name
-        table.add_row(
-            label, f"{100 * result['accuracy']:.1f}", f"{low}-{high}", f"{result['standing']:,}", *work, seconds
-        )
+        table.add_row(label, f"{100 * result['accuracy']:.1f}", f"{low}-{high}", *work, seconds)
     console = Console(highlight=False)
     console.print(table)
     for name, result in rows.items():

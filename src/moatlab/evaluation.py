@@ -123,8 +123,11 @@ class _Job:
         self.classes, self.measured = check_model(model, sample, self.y, names)
         # Measured: gradients of CIFAR-sized images gain nothing beyond 128 at once, and memory is bounded by it.
         batch_size = batch_size or max(min(BATCH, BATCH * BATCH_PIXELS // sample[0].numel()), 32)
-        self.untouched = Probe(model, batch_size=batch_size)
-        self.attacked = Probe(channels_last_copy(model, sample), batch_size=batch_size)
+        # Users' models get contiguous images, which some rely on; the copy gets what it was laid out for.
+        twin = channels_last_copy(model, sample)
+        self.layout = torch.contiguous_format if twin is None else torch.channels_last
+        self.untouched = Probe(model, batch_size=batch_size, memory_format=torch.contiguous_format)
+        self.attacked = Probe(model if twin is None else twin, batch_size=batch_size, memory_format=self.layout)
         self.chunk_size = chunk_size or max(min(CHUNK_IMAGES, CHUNK_BYTES // (4 * sample[0].numel())), 1)
         self.chunks = [slice(begin, begin + self.chunk_size) for begin in range(0, len(y), self.chunk_size)]
         self.verdicts = {name: torch.zeros(len(y), dtype=torch.int8) for name in self.names}
@@ -132,10 +135,9 @@ class _Job:
         self.clean_wrong = torch.zeros(len(y), dtype=torch.bool)
 
     def images(self, which: slice) -> Tensor:
-        """Images as floats on the device, channels last."""
+        """Images as floats on the device, contiguous."""
         chosen = self.x[which].to(self.device)
-        images = as_floats(chosen) if chosen.dtype == torch.uint8 else chosen
-        return images.contiguous(memory_format=torch.channels_last) if images.dim() == 4 else images
+        return (as_floats(chosen) if chosen.dtype == torch.uint8 else chosen).contiguous()
 
     def parts(self, name: str) -> list[Part]:
         if name != AUDIT:
@@ -188,7 +190,8 @@ class _Job:
             return None
         begun, counts = time.perf_counter(), self._counts()
         on_device = rows.to(self.device)
-        x, y = self.images(step.place)[on_device], self.y[step.place][on_device]
+        x = self.images(step.place)[on_device].contiguous(memory_format=self.layout)
+        y = self.y[step.place][on_device]
         seed = self.seed if step.name != AUDIT else key(self.seed, AUDIT)
         draws = Draws(seed, self.examples[step.place][rows])
         before = before.to(self.device) if step.part.continues and before is not None else None
@@ -395,7 +398,7 @@ def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) ->
     scale = float(logits.abs().max().clamp(min=1e-6))
     randomised = float((ask(x) - logits).abs().max()) > 1e-4 * scale
     if not randomised:
-        mates = torch.cat([x[:1], x[1:].flip(0).roll(1, 2)])  # the first image among others
+        mates = torch.cat([x[:1], 1 - x[1:]])  # the first image among others
         if float((ask(mates)[0] - logits[0]).abs().max()) > 1e-3 * scale:
             raise UserError(
                 "the model's output for an image changes with the other images of its batch (BatchNorm without running "
@@ -405,14 +408,14 @@ def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) ->
     return classes, {"randomised": randomised, "probabilities": probabilities}
 
 
-def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module:
-    """A copy to attack, laid out for speed; the model itself where a copy can't be made or does not answer the same."""
+def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:
+    """A copy to attack, laid out for speed; None where it can't be made or does not answer as the model does."""
     with torch.no_grad():
-        expected = model(x.contiguous())
+        expected = model(x)
         try:
             twin = copy.deepcopy(model).to(memory_format=torch.channels_last).requires_grad_(False)  # type: ignore[call-overload]
             answer = twin(x.contiguous(memory_format=torch.channels_last))
         except Exception:  # a model of the user's may raise anything at all here, and need not be copied
-            return model
+            return None
     scale = expected.abs().max().clamp(min=1e-6)
-    return twin if bool((answer - expected).abs().max() <= 1e-3 * scale) else model
+    return twin if bool((answer - expected).abs().max() <= 1e-3 * scale) else None

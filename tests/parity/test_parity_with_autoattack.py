@@ -4,6 +4,8 @@ What is compared is what the model is asked: every iterate of APGD and FAB and e
 as long as it is standing. Step sizes, best points and returns to them all show in the iterates.
 """
 
+import json
+
 import pytest
 import torch
 from pyautoattack.autopgd_base import APGDAttack, APGDAttack_targeted
@@ -11,13 +13,15 @@ from pyautoattack.fab_pt import FABAttack_PT
 from pyautoattack.square import SquareAttack
 from torch import nn
 
+import moatlab
 from moatlab.attacks import apgd, fab, square
+from models_for_tests import FIXTURES
 
 NAMES = {"linf": "Linf", "l2": "L2"}
 CLASSES = 6
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def in_float64(monkeypatch):
     """The reference casts to float32 here and there; for the length of a test that means float64."""
     torch.set_default_dtype(torch.float64)
@@ -86,6 +90,7 @@ def follow(model, y, ours, reference, ends=lambda logits, _z, y: logits.argmax(1
     return standing
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("eps", [0.002, 0.02])
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("loss", ["ce", "dlr", "targeted-dlr"])
@@ -110,6 +115,7 @@ def test_apgd_asks_about_the_same_points(norm, loss, eps):
     assert torch.equal((found != x).flatten(1).any(1), ~standing)
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("rank", [2, 4])
 @pytest.mark.parametrize("eps", [0.001, 0.03])
@@ -137,6 +143,7 @@ def test_fab_asks_about_the_same_points(norm, rank, eps):
     assert torch.equal((found != x).flatten(1).any(1), ~standing)
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("side", [8, 11, 16])
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("eps", [0.005, 0.05])
@@ -155,3 +162,13 @@ def test_square_asks_the_same_queries(norm, side, eps):
     for asked, answer in zip(ours, reference, strict=True):
         torch.testing.assert_close(asked, answer, rtol=0, atol=1e-9)
     assert len(ours) == 501 or (model.layers(found).argmax(1) != y).all()
+
+
+def test_a_robust_model_gets_the_verdicts_of_the_reference():
+    reference = json.loads((FIXTURES / "reference.json").read_text())
+    theirs = torch.tensor(reference["stand"], dtype=torch.bool)
+    data = moatlab.load_images("mini")
+    model = moatlab.load(FIXTURES / "mini_moat2.safetensors")
+    ours = moatlab.evaluate(model, data.test_x[:100], data.test_y[:100], attacks=["aa"], eps=16 / 255).robust["aa"]
+    assert 5 < theirs.sum() < 50
+    assert (ours == theirs).sum() >= 99

@@ -17,14 +17,21 @@ class Probe:
 
     Parameters are frozen while the input is differentiated: backpropagation then skips every weight gradient,
     a third of the work that `loss.backward()` would do. With a batch size, images go through in batches of about
-    equal size, none larger; `forwards` and `gradients` count images. `tick` is called after each batch, and may raise.
+    equal size, none larger; `forwards` and `gradients` count images. `memory_format` is how the model gets its images.
+    `tick` is called after each batch, and may raise.
     """
 
     def __init__(
-        self, model: nn.Module, *, batch_size: int | None = None, tick: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        *,
+        batch_size: int | None = None,
+        memory_format: torch.memory_format = torch.preserve_format,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.batch_size = batch_size
+        self.memory_format = memory_format
         self.tick = tick
         self.forwards = self.gradients = 0
 
@@ -44,7 +51,11 @@ class Probe:
                 part = part.detach().requires_grad_()
                 logits = self._call(part)
                 # The sum, not the mean: no example's gradient depends on how many others share its batch.
-                (gradient,) = torch.autograd.grad(loss(logits, *marks).sum(), part)
+                total = loss(logits, *marks).sum()
+                if total.requires_grad:
+                    (gradient,) = torch.autograd.grad(total, part, materialize_grads=True)
+                else:  # a model that nothing can be differentiated through has no slope to follow
+                    gradient = torch.zeros_like(part)
                 gradients.append(gradient)
                 answers.append(logits.detach())
                 self.gradients += len(part)
@@ -57,11 +68,15 @@ class Probe:
 
     def _call(self, x: Tensor) -> Tensor:
         """Never a batch of one in eval mode: its convolutions round differently, so it goes as two of the same."""
-        alone = len(x) == 1 and not self.model.training
-        logits = self.model(x.expand(2, *x.shape[1:]))[:1] if alone else self.model(x)
-        self.forwards += len(x)
+        count = len(x)
+        if count == 1 and not self.model.training:
+            x = x.expand(2, *x.shape[1:])
+        if self.memory_format is not torch.preserve_format:
+            x = x.contiguous(memory_format=self.memory_format)
+        logits: Tensor = self.model(x)
+        self.forwards += count
         self.tick()
-        return logits  # type: ignore[no-any-return]
+        return logits[:count]
 
 
 def joined(parts: list[Tensor]) -> Tensor:

@@ -1,0 +1,474 @@
+"""Evaluation: what counts as robust, what changes no verdict, and that the model is given back as it was."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import moatlab
+import models_for_tests
+from moatlab import UserError, evaluate
+from moatlab.attacks import Draws, Probe, apgd, autoattack, cw, fab, fgsm, mim, pgd, square, strong_pgd
+from moatlab.attacks.draws import BLOCK, start_in_ball, start_on_sphere
+from moatlab.attacks.ensemble import NAMES
+from moatlab.attacks.geometry import distance
+from moatlab.attacks.losses import dlr, is_wrong, margin, targeted_dlr
+from models_for_tests import CALLS, counted, small_network
+
+EPS = 0.06
+
+
+def network(classes=5, side=8, seed=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, padding=1),
+        nn.SiLU(), nn.Flatten(), nn.Linear(8 * (side // 2) ** 2, classes),
+    ).eval()  # fmt: skip
+
+
+def images(count, model, side=8, seed=4):
+    """Images with the labels that the model gives them, but for one wrong one."""
+    torch.manual_seed(seed)
+    x = torch.rand(count, 3, side, side)
+    y = model(x.to(next(model.parameters()))).argmax(1)
+    y[0] = (y[0] + 1) % model(x[:1].to(next(model.parameters()))).shape[1]
+    return x, y
+
+
+def snapshot(model):
+    return (
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        [module.training for module in model.modules()],
+        [parameter.requires_grad for parameter in model.parameters()],
+        [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()],
+        torch.get_rng_state(),
+    )
+
+
+def assert_same(before, after):
+    assert before[1:3] == after[1:3]
+    assert torch.equal(before[4], after[4])
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    for one, other in zip(before[3], after[3], strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+ATTACKS = {
+    "fgsm": fgsm,
+    "pgd": lambda m, x, y, **o: pgd(m, x, y, step_size=0.01, steps=3, **o),
+    "strong_pgd": lambda m, x, y, **o: strong_pgd(m, x, y, step_size=0.01, steps=3, **o),
+    "cw": lambda m, x, y, **o: cw(m, x, y, step_size=0.01, steps=3, **o),
+    "mim": lambda m, x, y, **o: mim(m, x, y, step_size=0.01, steps=3, **o),
+    "apgd-ce": lambda m, x, y, **o: apgd(m, x, y, steps=10, **o),
+    "apgd-dlr": lambda m, x, y, **o: apgd(m, x, y, loss="dlr", steps=10, **o),
+    "apgd-t": lambda m, x, y, **o: apgd(m, x, y, loss="targeted-dlr", steps=10, **o),
+    "fab-t": lambda m, x, y, **o: fab(m, x, y, steps=5, **o),
+    "square": lambda m, x, y, **o: square(m, x, y, queries=range(20), **o),
+    "autoattack": autoattack,
+}
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_stays_in_the_ball_and_in_the_range_and_leaves_the_model_as_found(name, norm):
+    model = network()
+    model[0].weight.requires_grad_(False)
+    model[3].weight.grad = torch.ones_like(model[3].weight)
+    x, y = images(8, model)
+    before = snapshot(model)
+    z = ATTACKS[name](model, x, y, eps=0.2, norm=norm)
+    assert_same(before, snapshot(model))
+    assert z.shape == x.shape
+    assert z.dtype == x.dtype
+    assert not z.requires_grad
+    assert distance(z.double() - x.double(), norm).max() <= 0.2 + 1e-6
+    assert z.min() >= 0
+    assert z.max() <= 1
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "clean"])
+def test_evaluation_leaves_the_model_as_found_in_train_mode_and_evaluates_in_eval_mode(name):
+    model = network()
+    x, y = images(8, model)
+    expected = evaluate(model, x, y, attacks=[name], eps=0.3)
+    model.train()
+    model[1].eval()
+    model[3].weight.grad = torch.ones_like(model[3].weight)
+    before = snapshot(model)
+    result = evaluate(model, x, y, attacks=[name], eps=0.3)
+    assert_same(before, snapshot(model))
+    assert result.accuracy == expected.accuracy
+    assert result.attacks == ("clean", name)
+
+
+# --- what counts as robust
+
+
+def test_pgd50_is_robust_only_where_no_iterate_of_no_restart_fools_the_model():
+    model = network()
+    x, y = images(24, model)
+    result = evaluate(model, x, y, attacks=["pgd50", "cw50"], eps=EPS)
+    for name, loss in (("pgd50", F.cross_entropy), ("cw50", None)):
+        robust = model(x).argmax(1) == y
+        for restart in range(10):
+            z = start_in_ball(x, EPS, "linf", Draws.numbered(0, len(x)), f"{name} start", restart)
+            for _ in range(51):
+                z = torch.max(torch.min(z, x + EPS), x - EPS).clamp(0, 1).detach().requires_grad_()
+                logits = model(z)
+                robust &= logits.argmax(1) == y
+                if loss is None:
+                    others = logits.masked_fill(F.one_hot(y, 5).bool(), -torch.inf).max(1).values
+                    value = (others - logits[torch.arange(len(y)), y]).sum()
+                else:
+                    value = loss(logits, y, reduction="sum")
+                (gradient,) = torch.autograd.grad(value, z)
+                z = z + EPS / 4 * gradient.sign()
+        assert torch.equal(result.robust[name], robust)
+    assert 0 < result.accuracy["pgd50"] < 1
+
+
+def test_mim50_is_its_last_iterate():
+    model = network()
+    x, y = images(24, model)
+    z, g = x.clone(), torch.zeros_like(x)
+    for _ in range(50):
+        variable = z.requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(model(variable), y, reduction="sum"), variable)
+        g = g + gradient / gradient.abs().mean((1, 2, 3), keepdim=True)
+        z = torch.max(torch.min(variable + EPS / 50 * g.sign(), x + EPS), x - EPS).clamp(0, 1).detach()
+    assert torch.equal(evaluate(model, x, y, attacks=["mim50"], eps=EPS).robust["mim50"], model(z).argmax(1) == y)
+
+
+class PrefersNoise(nn.Module):
+    """Right only where the image is not the plain one: FGSM accuracy above clean accuracy, the mark of a collapse."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, z):
+        which = (z.flatten(1)[:, None] - self.x.flatten(1)[None]).abs().amax(2).argmin(1)
+        change = (z - self.x[which]).flatten(1).abs().amax(1)
+        right = F.one_hot(self.y[which], 4).float()
+        return right * (change - 0.02)[:, None] * self.scale + 1e-6 * z.flatten(1)[:, :4]  # a slope to follow
+
+
+def test_last_iterate_attacks_are_judged_on_every_image_and_the_others_count_plain_mistakes():
+    torch.manual_seed(0)
+    x, y = torch.rand(6, 3, 4, 4), torch.tensor([1, 2, 3, 1, 2, 3])
+    result = evaluate(PrefersNoise(x, y), x, y, attacks=["fgsm", "pgd50"], eps=0.1)
+    assert result.accuracy == {"clean": 0.0, "fgsm": 1.0, "pgd50": 0.0}
+    assert result.broken_by["pgd50"] == ["clean"] * 6
+    assert "fgsm-above-clean" in [flag.name for flag in result.flags]
+
+
+class TwoFaced(nn.Module):
+    """Its copy is easily fooled wherever the image is not one of the plain ones."""
+
+    def __init__(self, x, y, honest=True):
+        super().__init__()
+        self.x, self.y, self.honest = x, y, honest
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def __deepcopy__(self, memo):
+        return TwoFaced(self.x, self.y, honest=False)
+
+    def forward(self, z):
+        change = (z.flatten(1)[:, None] - self.x.flatten(1)[None]).abs().amax(2)
+        right = F.one_hot(self.y[change.argmin(1)], 4).float() * self.weight
+        return right if self.honest else right * torch.where(change.amin(1) > 0, -1.0, 1.0)[:, None]
+
+
+@pytest.mark.parametrize("name", ["fgsm", "pgd50", "aa"])
+def test_only_the_models_own_mistakes_count(name):
+    torch.manual_seed(0)
+    x, y = torch.rand(3, 3, 8, 8), torch.tensor([1, 2, 3])
+    result = evaluate(TwoFaced(x, y), x, y, attacks=[name], eps=0.05)
+    assert result.accuracy[name] == 1.0
+
+
+def test_an_answer_that_is_not_a_number_is_a_mistake():
+    logits = torch.tensor([[1.0, 0.0], [float("nan"), 0.0], [0.0, 1.0]])
+    assert is_wrong(logits, torch.tensor([0, 0, 0])).tolist() == [False, True, True]
+
+
+def test_the_ensemble_says_which_attack_broke_an_example_and_equals_the_function():
+    model = network()
+    x, y = images(16, model)
+    result = evaluate(model, x, y, attacks=["aa", "aa-fast"], eps=EPS)
+    assert set(result.broken_by["aa"]) <= {None, "clean", "apgd-ce", "apgd-t", "fab-t", "square"}
+    assert result.broken_by["aa"][0] == "clean"
+    broken = model(autoattack(model, x, y, eps=EPS)).argmax(1) != y
+    assert torch.equal(result.robust["aa"], ~broken)
+    assert result.accuracy["aa"] <= result.accuracy["aa-fast"]
+
+
+# --- what changes no draw and no verdict
+
+
+@settings(max_examples=20)
+@given(order=st.permutations(list(range(0, 3 * BLOCK, 7))), seed=st.integers(0, 99))
+def test_draws_depend_on_the_example_and_not_on_its_company(order, seed):
+    numbers = torch.tensor(order)
+    everything = Draws.numbered(seed, 3 * BLOCK)
+    for normal in (False, True):
+        values = everything.each("a purpose", (2, 3), 5, normal=normal)
+        assert torch.equal(Draws(seed, numbers).each("a purpose", (2, 3), 5, normal=normal), values[numbers])
+        some = torch.zeros(len(numbers), dtype=torch.bool)
+        some[::3] = True
+        assert torch.equal(
+            Draws(seed, numbers).of(some).each("a purpose", (2, 3), 5, normal=normal), values[numbers[some]]
+        )
+    assert not torch.equal(everything.each("a purpose", (2,), 5), everything.each("a purpose", (2,), 6))
+    assert Draws(seed, numbers).shared("x", 3, 1) == everything.shared("x", 3, 1)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_starts_fill_the_ball_and_the_sphere(norm):
+    x = torch.rand(200, 3, 4, 4)
+    draws = Draws.numbered(0, 200)
+    inside = distance(start_in_ball(x, 0.1, norm, draws, "a") - x, norm)
+    on = distance(start_on_sphere(x, 0.1, norm, draws, "a") - x, norm)
+    assert inside.max() <= 0.1 + 1e-6
+    assert inside.min() < 0.1 * 0.995
+    torch.testing.assert_close(on, torch.full_like(on, 0.1))
+
+
+def test_batches_chunks_order_and_shards_change_no_verdict_in_float64():
+    model = network().double()
+    x, y = images(64, model)
+    x = x.double()
+    attacks, eps = ["pgd50", "aa"], 0.08
+    whole = evaluate(model, x, y, attacks=attacks, eps=eps, batch_size=64)
+    assert 0 < whole.accuracy["aa"] < 0.2  # some stand to the end of Square, not many
+    order = torch.randperm(64)
+    others = {
+        "batches of one": evaluate(model, x, y, attacks=attacks, eps=eps, batch_size=1),
+        "batches of seven": evaluate(model, x, y, attacks=attacks, eps=eps, batch_size=7),
+        "chunks of ten": evaluate(model, x, y, attacks=attacks, eps=eps, chunk_size=10),
+        "another order": evaluate(model, x[order], y[order], attacks=attacks, eps=eps, examples=order),
+    }
+    shards = [
+        evaluate(model, x[part], y[part], attacks=attacks, eps=eps, examples=torch.arange(64)[part])
+        for part in (slice(0, 23), slice(23, 64))
+    ]
+    for name in attacks:
+        for what, other in others.items():
+            same = other.robust[name] if what != "another order" else other.robust[name][order.argsort()]
+            assert torch.equal(same, whole.robust[name]), what
+        assert torch.equal(torch.cat([shard.robust[name] for shard in shards]), whole.robust[name])
+        verdicts = [verdict for shard in shards for verdict in shard.broken_by[name]]
+        assert verdicts == whole.broken_by[name]
+
+
+def test_in_float32_batches_of_64_and_500_agree():
+    data = moatlab.load_images("mini")
+    model = moatlab.load(models_for_tests.FIXTURES / "mini_moat2.safetensors")
+    x, y = data.test_x[:500], data.test_y[:500]
+    small, large = (evaluate(model, x, y, attacks=["pgd50"], eps=16 / 255, batch_size=size) for size in (64, 500))
+    floats = x.permute(0, 3, 1, 2) / 255
+    logits = [Probe(model, batch_size=size).logits(floats) for size in (64, 500)]
+    assert (logits[0] - logits[1]).abs().max() <= 1e-5 * logits[1].abs().max()
+    differ = (small.robust["pgd50"] != large.robust["pgd50"]).nonzero().squeeze(1)
+    listed = [(row, margin(logits[0][row : row + 1], y[row : row + 1]).item()) for row in differ.tolist()]
+    assert len(differ) <= 0.005 * 500, listed
+
+
+def test_the_same_seed_gives_the_same_result_and_another_seed_other_starts():
+    model = network()
+    x, y = images(16, model)
+    first, again = (evaluate(model, x, y, attacks=["pgd50"], eps=EPS, seed=7) for _ in range(2))
+    assert first.broken_by == again.broken_by
+    assert first.cost["pgd50"]["forwards"] == again.cost["pgd50"]["forwards"]
+    counts = {
+        evaluate(model, x, y, attacks=["pgd50"], eps=EPS, seed=seed).cost["pgd50"]["forwards"] for seed in range(6)
+    }
+    assert len(counts) > 1
+
+
+# --- the work is counted and bounded
+
+
+def test_forwards_and_gradients_are_those_that_the_model_saw():
+    model = counted(5).eval()
+    seen = {"forwards": 0, "gradients": 0}
+
+    def count(_module, inputs, output):
+        (x,) = inputs
+        images = 1 if len(x) == 2 and torch.equal(x[0], x[1]) else len(x)  # one goes as two of the same
+        seen["forwards"] += images
+        if output.requires_grad:
+            seen["gradients"] += images
+
+    torch.manual_seed(0)
+    x, y = torch.rand(9, 3, 16, 16), torch.arange(9) % 5
+    model.register_forward_hook(count)  # copied along with the model
+    probe = Probe(model, batch_size=4)
+    CALLS.clear()
+    square(probe, x, y, eps=0.1, queries=range(7))
+    strong_pgd(probe, x, y, eps=1e-6, step_size=1e-6, steps=3)
+    fab(probe, x, y, eps=1e-6, steps=3)
+    assert (probe.forwards, probe.gradients) == (seen["forwards"], seen["gradients"])
+    assert CALLS["input_backwards"] > 0
+    assert CALLS["weight_backwards"] == 0
+
+
+def test_no_batch_is_larger_than_asked_and_none_has_one_image():
+    sizes = set()
+    model = network()
+    model.register_forward_hook(lambda _m, inputs, _o: sizes.add(len(inputs[0])))
+    x, y = images(29, model)
+    sizes.clear()
+    evaluate(model, x, y, attacks=["pgd50", "fab-t"], eps=EPS, batch_size=7)
+    assert min(sizes) > 1
+    assert max(sizes - {8}) <= 7  # but for a look at the first 8 images
+
+
+def test_examples_that_fell_are_not_worked_on_again():
+    model = network()
+    x, y = images(20, model)
+    cheap = evaluate(model, x, y, attacks=["pgd50"], eps=0.5).cost["pgd50"]
+    dear = evaluate(model, x, y, attacks=["pgd50"], eps=1e-4).cost["pgd50"]
+    assert dear["gradients"] == 19 * 10 * 50  # one image is misclassified as it is
+    assert cheap["gradients"] < 19 * 10
+
+
+def test_a_model_that_cannot_be_copied_is_attacked_itself_and_given_back():
+    class Uncopyable(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def __deepcopy__(self, memo):
+            raise RuntimeError("no copies")
+
+        def forward(self, x):
+            return self.inner(x.view(x.shape[0], -1).view(x.shape))  # needs contiguous images, too
+
+    inner = network()
+    x, y = images(8, inner)
+    before = snapshot(inner)
+    result = evaluate(Uncopyable(inner), x, y, attacks=["pgd50", "square"], eps=EPS)
+    assert_same(before, snapshot(inner))
+    assert torch.equal(result.robust["pgd50"], evaluate(inner, x, y, attacks=["pgd50"], eps=EPS).robust["pgd50"])
+
+
+def test_bytes_and_floats_are_the_same_images():
+    model = network()
+    torch.manual_seed(0)
+    pixels = torch.randint(256, (8, 8, 8, 3), dtype=torch.uint8)
+    floats = pixels.permute(0, 3, 1, 2) / 255
+    y = model(floats).argmax(1)
+    by_bytes, by_floats = (evaluate(model, x, y, attacks=["pgd50"], eps=EPS) for x in (pixels, floats))
+    assert by_bytes.broken_by == by_floats.broken_by
+    assert by_bytes.cost["pgd50"]["gradients"] == by_floats.cost["pgd50"]["gradients"]
+
+
+def test_adversarial_examples_can_be_kept():
+    model = network()
+    x, y = images(12, model)
+    result = evaluate(model, x, y, attacks=["pgd50"], eps=EPS, keep_adversarial=True, chunk_size=5)
+    rows = torch.cat([rows for rows, _ in result.adversarial["pgd50"]])
+    points = torch.cat([points for _, points in result.adversarial["pgd50"]])
+    broken = [row for row, verdict in enumerate(result.broken_by["pgd50"]) if verdict == "pgd50"]
+    assert sorted(rows.tolist()) == broken
+    assert (model(points).argmax(1) != y[rows]).all()
+    assert (points - x[rows]).abs().max() <= EPS + 1e-6
+
+
+# --- losses
+
+
+def test_the_margin_is_right_where_all_other_logits_are_negative():
+    logits = torch.tensor([[1.0, -5.0, -3.0], [-9.0, -5.0, -7.0]])
+    assert margin(logits, torch.tensor([0, 1])).tolist() == [-4.0, -2.0]
+
+
+def test_dlr_is_the_published_formula():
+    z = torch.tensor([[5.0, 3.0, 2.0, -1.0]])
+    assert dlr(z, torch.tensor([0])).item() == pytest.approx(-(5 - 3) / (5 - 2))
+    assert dlr(z, torch.tensor([1])).item() == pytest.approx(-(3 - 5) / (5 - 2))
+    value = targeted_dlr(z, torch.tensor([0]), torch.tensor([2])).item()
+    assert value == pytest.approx(-(5 - 2) / (5 - (2 - 1) / 2))
+
+
+# --- input that can't be evaluated
+
+
+def refuse(says, model=None, x=None, y=None, **options):
+    model = model or network()
+    default_x, default_y = images(4, network())
+    with pytest.raises(UserError, match=says):
+        evaluate(model, default_x if x is None else x, default_y if y is None else y, **options)
+
+
+class Returns(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    ("says", "options"),
+    [
+        ("did you mean pgd50", {"attacks": ["pgd5O"]}),
+        ("at least one attack", {"attacks": []}),
+        ("between 0 and 1", {"eps": 0.0}),
+        ("between 0 and 1", {"eps": 1.0}),
+        ("between 0 and 1", {"eps": float("nan")}),
+        ("norm", {"norm": "l1"}),
+        ("from -1 to 2", {"x": torch.tensor([-1.0, 2, 0, 0]).view(4, 1, 1, 1).expand(4, 3, 8, 8)}),
+        ("not a number|in \\[0, 1\\]", {"x": torch.full((2, 3, 8, 8), float("nan")), "y": torch.tensor([0, 1])}),
+        ("5 classes", {"y": torch.tensor([0, 1, 2, 5])}),
+        ("-1", {"y": torch.tensor([0, 1, 2, -1])}),
+        ("4 images and 3 labels", {"y": torch.tensor([0, 1, 2])}),
+        ("whole number", {"y": torch.rand(4)}),
+        ("shape", {"x": torch.rand(4, 192)}),
+        ("shape \\(4,\\)", {"model": Returns(lambda x: x.flatten(1).sum(1))}),
+        ("not a number", {"model": Returns(lambda x: x.flatten(1)[:, :5] * float("nan"))}),
+        ("one output", {"model": Returns(lambda x: x.flatten(1)[:, :1])}),
+        ("can't be run", {"model": Returns(lambda x: x @ torch.rand(3, 3))}),
+        ("pgd50", {"model": Returns(lambda x: x.flatten(1)[:, :3]), "y": torch.tensor([0, 1, 2, 0])}),
+        ("other images of its batch", {"model": Returns(lambda x: x.flatten(1)[:, :5] - x.mean())}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_evaluated_is_refused_in_one_sentence(says, options):
+    refuse(says, **options)
+
+
+def test_three_classes_can_be_evaluated_without_the_targeted_dlr_loss():
+    model = small_network(classes=3).eval()
+    torch.manual_seed(0)
+    x = torch.rand(6, 3, 4, 4)
+    y = model(x).argmax(1)
+    names = ["fgsm", "pgd7", "pgd50", "cw50", "mim50", "apgd-ce", "fab-t", "square"]
+    result = evaluate(model, x, y, attacks=names, eps=0.05)
+    assert set(result.accuracy) == {"clean", *names}
+    for name in ("aa", "aa-fast", "apgd-t"):
+        with pytest.raises(UserError, match="at least 4 classes"):
+            evaluate(model, x, y, attacks=[name], eps=0.05)
+    with pytest.raises(UserError, match="at least 4 classes"):
+        autoattack(model, x, y, eps=0.05)
+
+
+def test_an_output_that_is_not_a_number_late_in_the_data_is_named():
+    model = network()
+    x, y = images(20, model)
+    x[17] = 0.5
+    broken = Returns(lambda z: torch.where((z == 0.5).flatten(1).all(1)[:, None], torch.nan, model(z)))
+    refuse("image 17", model=broken, x=x, y=y, attacks=["fgsm"])
+
+
+def test_a_copy_of_the_model_gives_the_same_verdicts():
+    model = network()
+    x, y = images(8, model)
+    ours = evaluate(model, x, y, attacks=["apgd-ce"], eps=EPS)
+    assert ours.broken_by == evaluate(copy.deepcopy(model), x, y, attacks=["apgd-ce"], eps=EPS).broken_by

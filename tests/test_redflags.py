@@ -1,0 +1,118 @@
+"""Numbers that are too high are caught: planted models, each with the flag that it must raise."""
+
+import pytest
+import torch
+from pyautoattack import AutoAttack
+from torch import nn
+
+import moatlab
+from moatlab import evaluate
+from moatlab.redflags import MEANING, judge
+from models_for_tests import FIXTURES
+from test_evaluation import Returns, images, network
+
+
+def names(result):
+    return {flag.name for flag in result.flags}
+
+
+def fixture_images(count):
+    data = moatlab.load_images("mini")
+    return data.test_x[:count], data.test_y[:count]
+
+
+def reference_accuracy(model, x, y, eps):
+    z, _ = AutoAttack(model.requires_grad_(False), eps=eps, norm="Linf", seed=0).run_standard_evaluation(x, y)
+    with torch.no_grad():
+        return (model(z).argmax(1) == y).float().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("plant", "flag"),
+    [
+        (lambda model: lambda x: 1e4 * model(x), "zero-gradients"),
+        (lambda model: lambda x: model(torch.round(x * 7) / 7), "square-beats-gradients"),
+    ],
+    ids=["logits times 10,000", "input rounded to 8 levels"],
+)
+def test_a_planted_model_is_flagged_and_looks_no_more_robust_than_to_the_reference(plant, flag):
+    inner = network(classes=10)
+    x, y = images(24, inner)
+    model = Returns(plant(inner)).eval()
+    result = evaluate(model, x, y, attacks=["aa"], eps=0.12)
+    assert flag in names(result)
+    assert result.accuracy["aa"] <= reference_accuracy(model, x, y, 0.12) + 0.002
+
+
+def test_a_collapsed_model_is_flagged_and_a_robust_one_is_not():
+    x, y = fixture_images(200)
+    collapsed = evaluate(
+        moatlab.load(FIXTURES / "mini_fgsm.safetensors"), x, y, attacks=["fgsm", "pgd50"], eps=16 / 255
+    )
+    assert "catastrophic-overfitting" in names(collapsed)
+    robust = evaluate(moatlab.load(FIXTURES / "mini_moat2.safetensors"), x, y, attacks=["fgsm", "pgd50"], eps=16 / 255)
+    assert not robust.flags
+    sampled = evaluate(moatlab.load(FIXTURES / "mini_fgsm.safetensors"), x, y, attacks=["apgd-ce"], eps=16 / 255)
+    assert "catastrophic-overfitting" in names(sampled)  # seen on a few images, whatever attacks were asked for
+
+
+def test_probabilities_and_randomness_are_flagged():
+    model = network()
+    x, y = images(8, model)
+    assert "probabilities" in names(evaluate(nn.Sequential(model, nn.Softmax(1)), x, y, attacks=["fgsm"], eps=0.01))
+
+    class Noisy(nn.Module):
+        def forward(self, z):
+            return model(z + 0.1 * torch.randn_like(z))
+
+    state = torch.get_rng_state()
+    noisy = [evaluate(Noisy(), x, y, attacks=["pgd50"], eps=0.01) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "randomised" in names(noisy[0])
+    assert noisy[0].broken_by == noisy[1].broken_by
+
+
+MEASURED = {
+    "randomised": False, "probabilities": False, "sample": 200, "clean": 0.8, "zero_gradients": 0.0, "fgsm": 0.5,
+    "pgd20_by_eps": {"0.015": 0.6, "0.03": 0.45, "0.06": 0.2, "0.5": 0.0},
+}  # fmt: skip
+VERDICTS = {"clean": [None] * 80 + ["clean"] * 20}
+
+
+@pytest.mark.parametrize(
+    ("flag", "measured", "accuracy", "verdicts", "audited"),
+    [
+        (None, {}, {"fgsm": 0.5, "pgd50": 0.4}, {}, (0, 40)),
+        ("pgd-weaker-than-fgsm", {}, {"fgsm": 0.5, "pgd50": 0.6}, {}, None),
+        ("fgsm-above-clean", {}, {"fgsm": 0.85}, {}, None),
+        ("zero-gradients", {"zero_gradients": 0.3}, {}, {}, None),
+        ("rises-with-eps", {"pgd20_by_eps": {"0.015": 0.4, "0.03": 0.45, "0.06": 0.2, "0.5": 0.0}}, {}, {}, None),
+        ("not-zero-at-half", {"pgd20_by_eps": {"0.015": 0.5, "0.03": 0.45, "0.06": 0.2, "0.5": 0.1}}, {}, {}, None),
+        ("catastrophic-overfitting", {}, {"fgsm": 0.7, "pgd50": 0.1}, {}, None),
+        ("audit-broke-more", {}, {"fgsm": 0.5, "pgd50": 0.4}, {}, (1, 40)),
+        ("square-beats-gradients", {}, {}, {"aa": ["square", *["apgd-ce"] * 49, *[None] * 30, *["clean"] * 20]}, None),
+        (
+            "square-beats-gradients",
+            {},
+            {},
+            {"square": ["square", *[None] * 99], "pgd50": [None, *["pgd50"] * 79, *["clean"] * 20]},
+            None,
+        ),
+    ],
+)
+def test_each_flag_is_raised_by_its_numbers_and_by_no_others(flag, measured, accuracy, verdicts, audited):
+    raised = judge(MEASURED | measured, {"clean": 0.8} | accuracy, VERDICTS | verdicts, audited)
+    assert [one.name for one in raised] == ([flag] if flag else [])
+    assert all(one.meaning == MEANING[one.name] for one in raised)
+
+
+def test_the_audit_attacks_what_stands_once_more():
+    model = network()
+    x, y = images(24, model)
+    result = evaluate(model, x, y, attacks=["fgsm"], eps=0.06, audit=True)
+    assert "audit-broke-more" in names(result)  # one step is a weak attack
+    assert "audit" not in result.accuracy
+    assert result.cost["audit"]["gradients"] > 0
+    again = evaluate(model, x, y, attacks=["pgd50", "aa"], eps=0.06, audit=True)
+    assert "audit-broke-more" not in names(again)
+    assert set(again.broken_by["audit"]) <= {None, "before"}
