@@ -243,6 +243,14 @@ def test_a_model_from_ones_own_factory_is_evaluated_at_the_usual_radius(moat, al
     assert (alone / "mine-factory.eval.json").exists()
 
 
+def test_a_run_on_ones_own_images_finds_them_again(moat, alone, tiny, tiny_options):
+    assert moat("train", "fgsm", *tiny_options, "--epochs", 1, "--out", "mine").code == 0
+    code, out, err = moat("eval", "mine", "--attacks", "pgd50", "--save-adversarial")
+    assert code == 0, err
+    assert f"20 test images of {tiny.name}" in out
+    assert moat("verify", alone / "mine" / "eval.json").code == 0
+
+
 def test_an_l2_ball_may_be_larger_than_one(moat, model_file):
     code, out, err = moat("eval", model_file, "--norm", "l2", "--eps", "1.5", "--n", 20, "--attacks", "pgd7")
     assert code == 0, err
@@ -391,5 +399,18 @@ def test_cards_that_cannot_be_verified_are_refused(refuses, moat, run_folder, al
     moat("eval", run_folder, "--n", 10, "--attacks", "fgsm")
     refuses("verify", run_folder / "eval.json", says="--save-adversarial")
     moat("eval", run_folder, "--n", 10, "--attacks", "fgsm", "--save-adversarial")
-    (run_folder / "eval_adversarial.npz").write_bytes(b"junk")
+    whole = (run_folder / "eval_adversarial.npz").read_bytes()
+    for content in (b"junk", whole[: len(whole) // 2], b""):
+        (run_folder / "eval_adversarial.npz").write_bytes(content)
+        refuses("verify", run_folder / "eval.json", says="eval_adversarial.npz")
+    np.savez(run_folder / "eval_adversarial.npz", other=np.zeros(3))
     refuses("verify", run_folder / "eval.json", says="eval_adversarial.npz")
+    (alone / "other.json").write_text('{"schema": 1, "adversarial": "../x.npz", "settings": 3}')
+    refuses("verify", "other.json", says="not a card")
+
+
+def test_another_norm_than_the_runs_has_the_usual_radius_and_a_new_card_takes_old_examples_away(moat, run_folder):
+    assert moat("eval", run_folder, "--n", 10, "--attacks", "fgsm", "--save-adversarial").code == 0
+    assert (run_folder / "eval_adversarial.npz").exists()
+    assert "L2 eps 128/255" in moat("eval", run_folder, "--n", 10, "--attacks", "fgsm", "--norm", "l2").out
+    assert not (run_folder / "eval_adversarial.npz").exists()

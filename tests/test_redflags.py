@@ -74,7 +74,7 @@ def test_probabilities_and_randomness_are_flagged():
 
 MEASURED = {
     "randomised": False, "probabilities": False, "sample": 200, "clean": 0.8, "zero_gradients": 0.0, "fgsm": 0.5,
-    "pgd20_by_eps": {"0.015": 0.6, "0.03": 0.45, "0.06": 0.2, "0.5": 0.0},
+    "pgd20": {"at half of eps": 0.6, "at eps": 0.45, "at twice eps": 0.2}, "pgd20_at_half": 0.0,
 }  # fmt: skip
 VERDICTS = {"clean": [None] * 80 + ["clean"] * 20}
 
@@ -86,8 +86,8 @@ VERDICTS = {"clean": [None] * 80 + ["clean"] * 20}
         ("pgd-weaker-than-fgsm", {}, {"fgsm": 0.5, "pgd50": 0.6}, {}, None),
         ("fgsm-above-clean", {}, {"fgsm": 0.85}, {}, None),
         ("zero-gradients", {"zero_gradients": 0.3}, {}, {}, None),
-        ("rises-with-eps", {"pgd20_by_eps": {"0.015": 0.4, "0.03": 0.45, "0.06": 0.2, "0.5": 0.0}}, {}, {}, None),
-        ("not-zero-at-half", {"pgd20_by_eps": {"0.015": 0.5, "0.03": 0.45, "0.06": 0.2, "0.5": 0.1}}, {}, {}, None),
+        ("rises-with-eps", {"pgd20": {"at half of eps": 0.4, "at eps": 0.45, "at twice eps": 0.2}}, {}, {}, None),
+        ("not-zero-at-half", {"pgd20_at_half": 0.1}, {}, {}, None),
         ("catastrophic-overfitting", {}, {"fgsm": 0.7, "pgd50": 0.1}, {}, None),
         ("audit-broke-more", {}, {"fgsm": 0.5, "pgd50": 0.4}, {}, (1, 40)),
         ("square-beats-gradients", {}, {}, {"aa": ["square", *["apgd-ce"] * 49, *[None] * 30, *["clean"] * 20]}, None),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import zipfile
+import zlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from moatlab.evaluation import Evaluation, evaluate
 from moatlab.files import SCHEMA, atomic, read_json
 from moatlab.partial import pieces
 from moatlab.recipe import parse_eps
-from moatlab.subject import Subject, load_subject
+from moatlab.subject import USUAL_EPS, Subject, load_subject
 
 TOLERANCE = 1e-6
 NOTES = {"aa-fast": "an upper bound on robustness, not AutoAttack: apgd-ce and apgd-t only"}
@@ -45,7 +47,9 @@ def evaluate_subject(
 ) -> dict[str, Any]:
     """Evaluate, write the card beside the model, and return it. Started again after any ending, it goes on."""
     images, norm = subject.images, norm or subject.norm
-    radius = eps or subject.eps
+    radius = eps or (
+        subject.eps if norm == subject.norm else USUAL_EPS[norm]
+    )  # a radius of one norm means nothing in another
     count = len(images.test_y) if count is None else count
     if count > len(images.test_y):
         raise UserError(f"--n {count} is more than the {len(images.test_y)} test images of {images.name}")
@@ -54,7 +58,6 @@ def evaluate_subject(
     identity = {
         "model": subject.sha256, "data": images.sha256, "moatlab": environment["moatlab"],
         "torch": environment["torch"], "threads": environment["threads"], "device": environment["device"],
-        "save_adversarial": save_adversarial,
     }  # fmt: skip
     state = subject.card.with_name(subject.card.name.removesuffix(".json") + ".partial")
     result = evaluate(
@@ -62,14 +65,15 @@ def evaluate_subject(
         norm=norm, seed=seed, batch_size=batch_size, audit=audit, keep_adversarial=save_adversarial,
         state=state, identity=identity,
     )  # fmt: skip
-    saved = None
+    saved = subject.card.with_name(subject.card.name.removesuffix(".json") + "_adversarial.npz")
     if save_adversarial:
-        saved = subject.card.with_name(subject.card.name.removesuffix(".json") + "_adversarial.npz")
         height, width, channels = images.test_x.shape[1:]
         attacked = [name for name in result.broken_by if name != "clean"]
         write_examples(saved, state, attacked, (channels, height, width))
-    card = make_card(result, subject, radius, environment, saved.name if saved else None)
+    card = make_card(result, subject, radius, environment, saved.name if save_adversarial else None)
     write_card(subject.card, card)
+    if not save_adversarial:
+        saved.unlink(missing_ok=True)  # of an earlier card
     partial_folder_done(state)
     return card
 
@@ -176,27 +180,28 @@ def verify(path: Path, *, data_dir: Path | None = None, device: str = "auto") ->
     card = read_json(path)
     if not card.get("adversarial"):
         raise UserError(f"{path} has no saved examples; evaluate with --save-adversarial")
-    subject = subject_of(card, path, data_dir, device)
-    settings = card["settings"]
-    eps, norm = parse_radius(settings["eps"], settings["norm"]), settings["norm"]
-    failures: list[str] = []
-    if subject.sha256 != card["subject"]["sha256"]:
-        failures.append("the model is not the one that was evaluated")
-    if subject.images.sha256 != card["data"]["sha256"]:
-        failures.append("the images are not those that were evaluated")
     try:
-        archive = np.load(path.with_name(card["adversarial"]))
-    except (OSError, ValueError, zipfile.BadZipFile):
-        raise UserError(f"{path.with_name(card['adversarial'])} is missing or damaged") from None
+        source, settings, broken_by = card["subject"], card["settings"], card["broken_by"]
+        eps, norm = parse_radius(settings["eps"], settings["norm"]), settings["norm"]
+        file, saved = source["file"], path.parent / Path(card["adversarial"]).name
+        checksums = source["sha256"], card["data"]["sha256"]
+        options = {"model": source["model"], "data": source["data"]}
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is not a card that moat eval wrote") from None
+    subject = load_subject(path.parent / file if file else None, **options, data_dir=data_dir, device=device)
+    failures: list[str] = []
+    if subject.sha256 != checksums[0]:
+        failures.append("the model is not the one that was evaluated")
+    if subject.images.sha256 != checksums[1]:
+        failures.append("the images are not those that were evaluated")
+    examples = read_examples(saved, [name for name in broken_by if name != "clean"])
     checked = 0
     worst = 0.0
-    attacks = [name for name in card["broken_by"] if name != "clean"]
-    with archive, evaluating(subject.model), full_precision(), display.Bar("verify", max(len(attacks), 1)) as bar:
-        for number, name in enumerate(attacks):
-            rows, points = torch.from_numpy(archive[f"{name}_rows"]), torch.from_numpy(archive[f"{name}_x"])
-            verdicts = card["broken_by"][name]
-            expected = [row for row, verdict in enumerate(verdicts) if verdict not in NOT_FOUND]
-            if sorted(rows.tolist()) != expected or points.dtype != torch.float32:
+    with evaluating(subject.model), full_precision(), display.Bar("verify", max(len(broken_by), 1)) as bar:
+        for number, (name, rows, points) in enumerate(examples):
+            expected = [row for row, verdict in enumerate(broken_by[name]) if verdict not in NOT_FOUND]
+            shape = (len(rows), *as_floats(subject.images.test_x[:1]).shape[1:])
+            if sorted(rows.tolist()) != expected or points.dtype != torch.float32 or points.shape != shape:
                 failures.append(f"{name}: the saved examples are not those that the card says are broken")
                 continue
             for begin in range(0, len(rows), VERIFIED_AT_ONCE):
@@ -225,11 +230,14 @@ def _check(
     return far, outside, ~is_wrong(logits, subject.images.test_y[rows].to(device)).cpu()
 
 
-def subject_of(card: dict[str, Any], path: Path, data_dir: Path | None, device: str) -> Subject:
-    """The model and the images that a card speaks of, found beside it."""
-    source = card["subject"]
-    target = path.parent / source["file"] if source["file"] else None
-    return load_subject(target, model=source["model"], data=source["data"], data_dir=data_dir, device=device)
+def read_examples(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Attack, numbers of images, points; one attack in memory at a time."""
+    try:
+        with np.load(path) as archive:
+            for name in names:
+                yield name, torch.from_numpy(archive[f"{name}_rows"]), torch.from_numpy(archive[f"{name}_x"])
+    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        raise UserError(f"{path} is missing or damaged") from None
 
 
 def partial_folder_done(state: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from moatlab import display, redflags
 from moatlab.attacks.draws import Draws
-from moatlab.attacks.ensemble import ENSEMBLES, FOUR_CLASSES, LAST_ITERATE, Part, check_names, parts_of, too_few_classes
-from moatlab.attacks.geometry import NORMS, Norm
+from moatlab.attacks.ensemble import ENSEMBLES, LAST_ITERATE, Part, check_names, parts_of
+from moatlab.attacks.geometry import Norm
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating, full_precision
 from moatlab.data.batches import as_floats
 from moatlab.errors import Interrupted, UserError
 from moatlab.interrupts import Caught, signals_caught
-from moatlab.models import users_code
 from moatlab.partial import Partial
 from moatlab.randomness import key
 from moatlab.redflags import Flag
+from moatlab.suitability import channels_last_copy, check_input, check_model
 
 STANDING, CLEAN = 0, 1  # verdicts; from 2 on, the number of the member attack that broke the example, plus 2
 CHUNK_IMAGES, CHUNK_BYTES = 1000, 2**26
@@ -80,21 +80,23 @@ def evaluate(
     names = check_names(attacks)
     check_input(x, y, eps, norm, examples)
     device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), x.device)
-    with evaluating(model), full_precision(), own_generator(seed, device):
+    with evaluating(model), full_precision(), own_generator(seed):
         job = _Job(model, device, x, y, names, eps, norm, seed, batch_size, chunk_size, examples, audit)
         settings = {
             "attacks": ["clean", *names], "eps": eps, "norm": norm, "seed": seed, "images": len(y), "audit": audit,
             "chunk_size": job.chunk_size, "batch_size": job.attacked.batch_size, "classes": job.classes,
         }  # fmt: skip
-        partial = Partial(state, {**settings, **(identity or {})}, keep_examples=keep_adversarial)
+        numbers = hashlib.sha256(job.examples.numpy().tobytes()).hexdigest()
+        identity = {**settings, "examples": numbers, "keep_adversarial": keep_adversarial, **(identity or {})}
+        partial = Partial(state, identity, keep_examples=keep_adversarial)
         job.run(partial, catch_signals=state is not None)
     return job.result(partial, settings)
 
 
 @contextmanager
-def own_generator(seed: int, device: torch.device) -> Iterator[None]:
+def own_generator(seed: int) -> Iterator[None]:
     """A randomised model draws from generators of its own inside; afterwards the global ones are as they were."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(key(seed, "inside the model"))
         yield
 
@@ -170,7 +172,7 @@ class _Job:
 
             self.attacked.tick = self.untouched.tick = tick
             try:
-                first, points = self._continue(partial) or self._begin()
+                first, points = self._continue(partial) or self._begin(progress)
                 for number in range(first, len(steps)):
                     points = self._take(steps[number], partial, progress, points)
                     continues = number + 1 < len(steps) and steps[number + 1].part.continues
@@ -195,15 +197,22 @@ class _Job:
         seed = self.seed if step.name != AUDIT else key(self.seed, AUDIT)
         draws = Draws(seed, self.examples[step.place][rows])
         before = before.to(self.device) if step.part.continues and before is not None else None
+        torch.manual_seed(key(self.seed, "inside the model", step.chunk, self.names.index(step.name), step.number))
         points = step.part.run(self.attacked, x, y, draws, before)
         wrong = is_wrong(self.untouched.logits(points), y)
+        # Where rounding fools the copy and not the model itself, the attack stopped too early: on with the model.
+        disputed = is_wrong(self.attacked.logits(points), y) & ~wrong
+        if disputed.any():
+            again = None if before is None else before[disputed]
+            points[disputed] = step.part.run(self.untouched, x[disputed], y[disputed], draws.of(disputed), again)
+            wrong = is_wrong(self.untouched.logits(points), y)
         fallen = rows[wrong.cpu()]
         verdicts[fallen] = 2 + self.members(step.name).index(step.part.attack)
         partial.keep(step.name, f"{step.chunk:06}-{step.number:03}", step.place.start + fallen, points[wrong])
         self._charge(step.name, begun, counts)
         return points[~wrong]
 
-    def _begin(self) -> tuple[int, None]:
+    def _begin(self, progress: _Progress) -> tuple[int, None]:
         """Plain accuracy, and what the red flags are judged by."""
         begun, counts = time.perf_counter(), self._counts()
         for place in self.chunks:
@@ -213,6 +222,7 @@ class _Job:
                 raise UserError(f"the model's output for image {row} is not a number; it can't be evaluated")
             self.clean_wrong[place] = is_wrong(logits, self.y[place]).cpu()
         self._charge("clean", begun, counts)
+        progress.looking_for_red_flags()
         sample = slice(0, redflags.SAMPLE)
         draws = Draws(self.seed, self.examples[sample])
         self.measured |= redflags.measure(
@@ -296,8 +306,8 @@ class _Progress:
         self.job, self.steps = job, steps
         self.bar = display.Bar("clean", 1.0)
         self.begun = time.perf_counter()
-        self.step, self.standing = steps[0] if steps else None, len(job.y)
-        self.ahead, self.passes_then = 0.0, 0.0
+        self.title, self.text = "clean", ""
+        self.ahead, self.passes_then = self._work(steps, 1.0) + len(job.y) / 2, 0.0
 
     def __enter__(self) -> _Progress:
         self.bar.__enter__()
@@ -306,116 +316,43 @@ class _Progress:
     def __exit__(self, *error: Any) -> None:
         self.bar.__exit__(*error)
 
+    def looking_for_red_flags(self) -> None:
+        self.title = "red flags"
+        sample = min(redflags.SAMPLE, len(self.job.y))
+        self._expect(self._work(self.steps, 1.0) + sample * redflags.PASSES)
+
     def now(self, step: Step, standing: int) -> None:
-        """What is ahead: this attack on those standing, later ones on as many as stood so far (if that is
-        known; on all that are correct otherwise, which is too many)."""
-        job = self.job
-        self.step, self.standing = step, standing
-        correct = (~job.clean_wrong).float()
+        """What is ahead: this attack on those standing, later ones on as many as stood so far (if that is known; on all
+        that are correct otherwise, which is too many)."""
+        job, names = self.job, self.job.names
         earlier = [
-            verdicts[: step.place.stop if job.names.index(name) < job.names.index(step.name) else step.place.start]
+            verdicts[: step.place.stop if names.index(name) < names.index(step.name) else step.place.start]
             for name, verdicts in job.verdicts.items()
         ]
         judged = sum(int((verdicts != CLEAN).sum()) for verdicts in earlier)
         survival = sum(int((verdicts == STANDING).sum()) for verdicts in earlier) / judged if judged else 1.0
-        self.ahead = 0.0
-        for later in self.steps[self.steps.index(step) :]:
-            same = later.name == step.name and later.chunk == step.chunk
-            self.ahead += later.part.work * (standing if same else survival * float(correct[later.place].sum()))
-        self.passes_then = self._passes()
+        ahead = self.steps[self.steps.index(step) :]
+        same = [later for later in ahead if later.name == step.name and later.chunk == step.chunk]
+        self._expect(standing * sum(one.part.work for one in same) + self._work(ahead[len(same) :], survival))
+
+        covered = min(step.place.stop, len(job.y))
+        robust = (int((job.verdicts[step.name][: step.place.start] == STANDING).sum()) + standing) / covered
+        member = f" {step.part.attack}" if step.name in (*ENSEMBLES, AUDIT) else ""
+        self.title = f"{step.name}{member} {step.number + 1}/{step.number + len(same)}"
+        self.text = f"{standing} standing  robust so far {100 * robust:.1f} %  "
+
+    def show(self) -> None:
+        passes = self._passes()
+        left = max(self.ahead - (passes - self.passes_then), 0.0)
+        eta = display.duration(left * (time.perf_counter() - self.begun) / passes)
+        self.bar.update(passes / (passes + left), f"{self.text}{eta} left", title=self.title)
+
+    def _work(self, steps: list[Step], survival: float) -> float:
+        correct = (~self.job.clean_wrong).float()
+        return sum(step.part.work * survival * float(correct[step.place].sum()) for step in steps)
+
+    def _expect(self, ahead: float) -> None:
+        self.ahead, self.passes_then = ahead, self._passes()
 
     def _passes(self) -> float:
         return sum(self.job._counts()) / 2
-
-    def show(self) -> None:
-        passes, step, job = self._passes(), self.step, self.job
-        if step is None or not self.ahead or not passes:
-            return
-        left = max(self.ahead - (passes - self.passes_then), 0.0)
-        eta = display.duration(left * (time.perf_counter() - self.begun) / passes)
-        done = job.verdicts[step.name][: step.place.start]
-        covered = min(step.place.stop, len(job.y))
-        robust = (int((done == STANDING).sum()) + self.standing) / covered
-        member = f" {step.part.attack}" if step.name in (*ENSEMBLES, AUDIT) else ""
-        parts = sum(other.name == step.name and other.chunk == step.chunk for other in self.steps)
-        self.bar.update(
-            passes / (passes + left),
-            f"{self.standing} standing  robust so far {100 * robust:.1f} %  {eta} left",
-            title=f"{step.name}{member} {step.number + 1}/{parts}",
-        )
-
-
-# --- what is looked at before anything runs
-
-
-def check_input(x: Tensor, y: Tensor, eps: float, norm: str, examples: Tensor | None) -> None:
-    if norm not in NORMS:
-        raise UserError(f"the norm must be one of {', '.join(NORMS)}, not '{norm}'")
-    if not 0 < eps < (1 if norm == "linf" else float("inf")):
-        raise UserError(f"eps is {eps}; it must be between 0 and 1 (8/255 is usual), and pixels are in [0, 1]")
-    if x.dim() != 4 or not (x.is_floating_point() or x.dtype == torch.uint8):
-        raise UserError(
-            f"x has shape {tuple(x.shape)} and type {x.dtype}; it must be (N, C, H, W) floats or (N, H, W, C) bytes"
-        )
-    if len(x) != len(y) or not len(y):
-        raise UserError(f"there are {len(x)} images and {len(y)} labels; there must be as many, and at least one")
-    if y.dim() != 1 or y.is_floating_point():
-        raise UserError(f"y must hold one whole number for each image, not {y.dtype} of shape {tuple(y.shape)}")
-    if x.is_floating_point() and not (x.amin() >= 0 and x.amax() <= 1):
-        raise UserError(
-            f"images must lie in [0, 1], and these reach from {x.amin():.3g} to {x.amax():.3g}; "
-            "normalisation belongs inside the model"
-        )
-    if examples is not None and examples.shape != y.shape:
-        raise UserError("examples must give one number for each image")
-
-
-def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    """The number of classes, and what a few images show about the model's answers. Refuses what can't be attacked."""
-
-    def ask(images: Tensor) -> Tensor:
-        with users_code("the model can't be run on these images"), torch.no_grad():
-            logits: Tensor = model(images)
-            return logits.clone()
-
-    x = x if len(x) > 1 else x.repeat(2, 1, 1, 1)
-    logits = ask(x)
-    if logits.dim() != 2 or len(logits) != len(x):
-        raise UserError(
-            f"the model's output for {len(x)} images has shape {tuple(logits.shape)}; "
-            "it must be (images, classes), the logits"
-        )
-    if logits.isnan().any():
-        raise UserError("the model's output is not a number; it can't be evaluated")
-    classes = logits.shape[1]
-    if classes < 2:
-        raise UserError("the model has one output only; attacks need a logit for each of at least 2 classes")
-    if int(y.min()) < 0 or int(y.max()) >= classes:
-        raise UserError(f"labels reach from {int(y.min())} to {int(y.max())}, but the model has {classes} classes")
-    for name in names:
-        if name in FOUR_CLASSES and classes < 4:
-            raise UserError(too_few_classes(name, classes))
-    scale = float(logits.abs().max().clamp(min=1e-6))
-    randomised = float((ask(x) - logits).abs().max()) > 1e-4 * scale
-    if not randomised:
-        mates = torch.cat([x[:1], 1 - x[1:]])  # the first image among others
-        if float((ask(mates)[0] - logits[0]).abs().max()) > 1e-3 * scale:
-            raise UserError(
-                "the model's output for an image changes with the other images of its batch (BatchNorm without running "
-                "statistics?); its accuracy under attack is not defined"
-            )
-    probabilities = bool((logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-3).all())
-    return classes, {"randomised": randomised, "probabilities": probabilities}
-
-
-def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:
-    """A copy to attack, laid out for speed; None where it can't be made or does not answer as the model does."""
-    with torch.no_grad():
-        expected = model(x)
-        try:
-            twin = copy.deepcopy(model).to(memory_format=torch.channels_last).requires_grad_(False)  # type: ignore[call-overload]
-            answer = twin(x.contiguous(memory_format=torch.channels_last))
-        except Exception:  # a model of the user's may raise anything at all here, and need not be copied
-            return None
-    scale = expected.abs().max().clamp(min=1e-6)
-    return twin if bool((answer - expected).abs().max() <= 1e-3 * scale) else None

@@ -68,7 +68,7 @@ class Partial:
 
     def keep(self, attack: str, place: str, rows: Tensor, points: Tensor) -> None:
         """Adversarial examples of the images `rows`. On the disk before the state that counts them."""
-        if not self.keep_examples or not len(rows):
+        if not self.keep_examples:
             return
         if self.folder is None:
             self.found.setdefault(attack, []).append((rows.cpu(), points.cpu()))

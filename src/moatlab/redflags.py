@@ -16,6 +16,7 @@ from moatlab.attacks.probe import Probe
 
 SAMPLE = 200  # images that are looked at
 STEPS = 20
+PASSES = 2 + 2 * STEPS  # over an image, about, because many fall on the way
 STRONG: tuple[str, ...] = ("pgd7", "pgd50", "cw50", "apgd-ce", "aa-fast", "aa")
 
 MEANING = {
@@ -55,18 +56,20 @@ def measure(probe: Probe, x: Tensor, y: Tensor, *, eps: float, norm: Norm, draws
     right = ~is_wrong(logits, y)
     zero = (distance(gradient, "linf") == 0) & right
     half = 0.5 if norm == "linf" else 0.5 * x[0].numel() ** 0.5
-    ladder = {}
-    for radius in sorted({eps / 2, eps, min(2 * eps, half), half}):
+
+    def standing(radius: float) -> float:
         start = start_in_ball(x, radius, norm, draws, "red flags")
         points = strong_pgd(probe, x, y, eps=radius, step_size=radius / 4, steps=STEPS, norm=norm, start=start)
-        ladder[f"{radius:.6g}"] = (~is_wrong(probe.logits(points), y) & right).float().mean().item()
+        return (~is_wrong(probe.logits(points), y) & right).float().mean().item()
+
     single = fgsm(probe, x, y, eps=eps, norm=norm)
     return {
         "sample": len(x),
         "clean": right.float().mean().item(),
         "zero_gradients": zero.sum().item() / max(right.sum().item(), 1),
         "fgsm": (~is_wrong(probe.logits(single), y)).float().mean().item(),
-        "pgd20_by_eps": ladder,
+        "pgd20": {"at half of eps": standing(eps / 2), "at eps": standing(eps), "at twice eps": standing(2 * eps)},
+        "pgd20_at_half": standing(half),
     }
 
 
@@ -79,14 +82,14 @@ def judge(
     """The flags that the numbers raise. A number over all images goes before one over the sample. Where two numbers are
     compared, a difference of two or three images says nothing, however few there are."""
     raised: list[tuple[str, str]] = []
-    ladder: list[float] = list(measured["pgd20_by_eps"].values())
+    ladder: list[float] = list(measured["pgd20"].values())
     sample, count = measured["sample"], len(broken_by["clean"])
     one = 1 / (count if "fgsm" in accuracy else sample)  # image
     sampled = "" if "fgsm" in accuracy else f" (on {sample} images)"
     single = accuracy.get("fgsm", measured["fgsm"])
     clean = accuracy["clean"] if "fgsm" in accuracy else measured["clean"]
     strong = [(accuracy[name], name) for name in STRONG if name in accuracy and "fgsm" in accuracy]
-    strongest, name = min(strong or [(ladder[1], "pgd20")])
+    strongest, strong_name = min(strong or [(ladder[1], "pgd20")])
 
     broken, left = _only_square(broken_by)
     if broken > 0.002 * count:
@@ -106,12 +109,12 @@ def judge(
     if measured["probabilities"]:
         raised.append(("probabilities", "all outputs are in [0, 1] and sum to 1"))
     if any(larger > smaller + 0.02 + 2 / sample for smaller, larger in pairwise(ladder)):
-        shown = ", ".join(f"{100 * value:.0f} % at {eps}" for eps, value in measured["pgd20_by_eps"].items())
+        shown = ", ".join(f"{100 * value:.0f} % {where}" for where, value in measured["pgd20"].items())
         raised.append(("rises-with-eps", f"PGD-20 {shown}"))
-    if ladder[-1] > 0.01:
-        raised.append(("not-zero-at-half", f"{100 * ladder[-1]:.0f} % of the images looked at"))
+    if measured["pgd20_at_half"] > 0.01:
+        raised.append(("not-zero-at-half", f"{100 * measured['pgd20_at_half']:.0f} % of the images looked at"))
     if single > strongest + 0.1 + 3 * one and strongest < single / 2:
-        raised.append(("catastrophic-overfitting", f"{_of('fgsm', single)}, {_of(name, strongest)}{sampled}"))
+        raised.append(("catastrophic-overfitting", f"{_of('fgsm', single)}, {_of(strong_name, strongest)}{sampled}"))
     if audited and audited[0] > 0.01 * audited[1]:
         raised.append(("audit-broke-more", f"{audited[0]} of {audited[1]} images"))
     return [Flag(flag, evidence, MEANING[flag]) for flag, evidence in raised]

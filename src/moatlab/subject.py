@@ -16,7 +16,9 @@ from moatlab.display import warn
 from moatlab.errors import UserError
 from moatlab.models import BUILT_IN, build_model, read_weights, set_weights
 from moatlab.preparation import choose_device
-from moatlab.recipe import slug
+from moatlab.recipe import load_recipe, slug
+
+USUAL_EPS: dict[Norm, str] = {"linf": "8/255", "l2": "128/255"}
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,13 @@ class Subject:
     images: Images
     eps: str  # the radius and norm it was trained for; of a bare model the usual ones
     norm: Norm
+    arguments: dict[str, Any]  # of a built-in model
 
     @property
     def sha256(self) -> str:
-        """Names the exact weights."""
-        digest = hashlib.sha256()
-        for name, tensor in self.model.state_dict().items():
+        """Names the exact weights, buffers that are in no file (a normalisation), and the variant of the model."""
+        digest = hashlib.sha256(repr(self.arguments).encode())
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
@@ -57,12 +60,14 @@ def load_subject(
         raise UserError(f"{target} does not say which model it holds; name it with --model")
     if target is None and model_name in BUILT_IN:
         raise UserError(f"--model {model_name} alone has no trained weights; name a run folder or a weights file too")
-    data = data or description.get("data")
-    if not isinstance(data, str):
+    own_data = description.get("data")
+    if target is not None and (target / "recipe.toml").exists():
+        own_data = load_recipe(target / "recipe.toml").data  # of a folder of images the weights know the name only
+    if data is None and not isinstance(own_data, str):
         raise UserError(f"{target or model_name} does not say which images it is for; name them with --data")
-    images = load_images(data, data_dir)
-    if description.get("data") == data and description.get("data_sha256") not in (None, images.sha256):
-        warn(f"{data} here is not the same as the {data} that this model was trained on")
+    images = load_images(data or str(own_data), data_dir)
+    if data in (None, own_data) and description.get("data_sha256") not in (None, images.sha256):
+        warn(f"{images.name} here is not the {images.name} that this model was trained on")
     classes = description.get("classes") or len(images.classes)
     arguments = description.get("arguments") if model_name == description.get("model") else None
     if arguments is None:
@@ -71,16 +76,19 @@ def load_subject(
     if target is not None:
         set_weights(network, tensors, target)
     network.to(choose_device(device)).eval()
-    source = {"model": model_name, "file": weights_file(target, which).name if target else None, "data": data}
+    source = {
+        "model": model_name,
+        "file": weights_file(target, which).name if target else None,
+        "data": data or own_data,
+    }
     if target is None:
         card, name = Path(f"{slug(model_name)}.eval.json"), model_name
     elif target.is_dir():
         card, name = target / ("eval.json" if which == "last" else "eval_best.json"), f"{target} ({which})"
     else:
         card, name = target.with_name(f"{target.name}.eval.json"), str(target)
-    return Subject(
-        network, name, source, card, images, description.get("eps", "8/255"), description.get("norm", "linf")
-    )
+    eps, norm = description.get("eps", USUAL_EPS["linf"]), description.get("norm", "linf")
+    return Subject(network, name, source, card, images, eps, norm, arguments)
 
 
 def weights_file(target: Path, which: str) -> Path:

@@ -1,0 +1,88 @@
+"""Whether a model and its images can be evaluated at all. What can't be is refused before anything runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moatlab.attacks.ensemble import FOUR_CLASSES, too_few_classes
+from moatlab.attacks.geometry import NORMS
+from moatlab.errors import UserError
+from moatlab.models import users_code
+
+
+def check_input(x: Tensor, y: Tensor, eps: float, norm: str, examples: Tensor | None) -> None:
+    if norm not in NORMS:
+        raise UserError(f"the norm must be one of {', '.join(NORMS)}, not '{norm}'")
+    if not 0 < eps < (1 if norm == "linf" else float("inf")):
+        raise UserError(f"eps is {eps}; it must be between 0 and 1 (8/255 is usual), and pixels are in [0, 1]")
+    if x.dim() != 4 or not (x.is_floating_point() or x.dtype == torch.uint8):
+        raise UserError(
+            f"x has shape {tuple(x.shape)} and type {x.dtype}; it must be (N, C, H, W) floats or (N, H, W, C) bytes"
+        )
+    if len(x) != len(y) or not len(y):
+        raise UserError(f"there are {len(x)} images and {len(y)} labels; there must be as many, and at least one")
+    if y.dim() != 1 or y.is_floating_point():
+        raise UserError(f"y must hold one whole number for each image, not {y.dtype} of shape {tuple(y.shape)}")
+    if x.is_floating_point() and not (x.amin() >= 0 and x.amax() <= 1):
+        raise UserError(
+            f"images must lie in [0, 1], and these reach from {x.amin():.3g} to {x.amax():.3g}; "
+            "normalisation belongs inside the model"
+        )
+    if examples is not None and examples.shape != y.shape:
+        raise UserError("examples must give one number for each image")
+
+
+def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """The number of classes, and what a few images show about the model's answers. Refuses what can't be attacked."""
+
+    def ask(images: Tensor) -> Tensor:
+        with users_code("the model can't be run on these images"), torch.no_grad():
+            logits: Tensor = model(images)
+            return logits.clone()
+
+    x = x if len(x) > 1 else x.repeat(2, 1, 1, 1)
+    logits = ask(x)
+    if logits.dim() != 2 or len(logits) != len(x):
+        raise UserError(
+            f"the model's output for {len(x)} images has shape {tuple(logits.shape)}; "
+            "it must be (images, classes), the logits"
+        )
+    if logits.isnan().any():
+        raise UserError("the model's output is not a number; it can't be evaluated")
+    classes = logits.shape[1]
+    if classes < 2:
+        raise UserError("the model has one output only; attacks need a logit for each of at least 2 classes")
+    if int(y.min()) < 0 or int(y.max()) >= classes:
+        raise UserError(f"labels reach from {int(y.min())} to {int(y.max())}, but the model has {classes} classes")
+    for name in names:
+        if name in FOUR_CLASSES and classes < 4:
+            raise UserError(too_few_classes(name, classes))
+    scale = float(logits.abs().max().clamp(min=1e-6))
+    randomised = float((ask(x) - logits).abs().max()) > 1e-4 * scale
+    if not randomised:
+        mates = torch.cat([x[:1], 1 - x[1:]])  # the first image among others
+        if float((ask(mates)[0] - logits[0]).abs().max()) > 1e-3 * scale:
+            raise UserError(
+                "the model's output for an image changes with the other images of its batch (BatchNorm without running "
+                "statistics?); its accuracy under attack is not defined"
+            )
+    probabilities = bool((logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-3).all())
+    return classes, {"randomised": randomised, "probabilities": probabilities}
+
+
+def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:
+    """A copy to attack, laid out for speed; None where it can't be made or does not answer as the model does."""
+    with torch.no_grad():
+        expected = model(x)
+        try:
+            twin = copy.deepcopy(model).to(memory_format=torch.channels_last).requires_grad_(False)  # type: ignore[call-overload]
+            answer = twin(x.contiguous(memory_format=torch.channels_last))
+        except Exception:  # a model of the user's may raise anything at all here, and need not be copied
+            return None
+    scale = expected.abs().max().clamp(min=1e-6)
+    return twin if bool((answer - expected).abs().max() <= 1e-3 * scale) else None
