@@ -78,18 +78,38 @@ def test_freezing_and_evaluating_end_as_they_began_even_after_an_error():
     assert ([m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]) == before
 
 
-def test_full_precision_switches_shortened_arithmetic_off_and_back():
-    flags = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [flag.allow_tf32 for flag in flags]
-    torch.backends.cudnn.allow_tf32 = True
-    try:
-        with torch.autocast("cpu", dtype=torch.bfloat16), full_precision():
-            assert [flag.allow_tf32 for flag in flags] == [False, False]
-            assert (torch.rand(2, 2) @ torch.rand(2, 2)).dtype == torch.float32
-        assert torch.backends.cudnn.allow_tf32
-    finally:
-        for flag, value in zip(flags, before, strict=True):
-            flag.allow_tf32 = value
+def test_full_precision_switches_shortened_arithmetic_off_and_back_whichever_way_it_was_asked_for():
+    torch.manual_seed(0)
+    a, b = torch.rand(64, 64), torch.rand(64, 64)
+    exact = a @ b
+    backends = torch.backends
+    for place, name, value in [
+        (backends.cudnn, "allow_tf32", True),
+        (backends.cuda.matmul, "allow_tf32", True),
+        (backends.cuda.matmul, "fp32_precision", "tf32"),
+        (backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    ]:
+        before = getattr(place, name)
+        try:
+            setattr(place, name, value)
+            with torch.autocast("cpu", dtype=torch.bfloat16), full_precision():
+                assert torch.equal(a @ b, exact)
+                for switch in (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul):
+                    assert switch.fp32_precision == "ieee"
+            assert getattr(place, name) == value
+        finally:
+            setattr(place, name, before)
+
+
+def test_a_gradient_that_is_not_a_number_gives_no_direction():
+    class Constant(torch.nn.Module):
+        def forward(self, x):
+            flat = x.flatten(1)
+            return flat[:, :3] / (flat.var(1, keepdim=True).sqrt() + 1)  # no slope of a root at zero
+
+    x = torch.full((2, 3, 4, 4), 0.5)
+    gradient, _ = Probe(Constant()).gradient(x, torch.tensor([0, 1]))
+    assert torch.equal(gradient, torch.zeros_like(x))
 
 
 def test_the_meter_tells_the_four_kinds_apart():

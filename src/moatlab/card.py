@@ -26,6 +26,7 @@ from moatlab.files import SCHEMA, atomic, read_json
 from moatlab.partial import pieces
 from moatlab.recipe import parse_eps
 from moatlab.subject import USUAL_EPS, Subject, load_subject
+from moatlab.suitability import device_of
 
 TOLERANCE = 1e-6
 NOTES = {"aa-fast": "an upper bound on robustness, not AutoAttack: apgd-ce and apgd-t only"}
@@ -54,9 +55,10 @@ def evaluate_subject(
     if count > len(images.test_y):
         raise UserError(f"--n {count} is more than the {len(images.test_y)} test images of {images.name}")
     keep_freed_memory()
-    environment = describe_environment() | {"device": str(next(subject.model.parameters(), torch.empty(0)).device)}
+    environment = describe_environment() | {"device": str(device_of(subject.model, torch.empty(0)))}
     identity = {
-        "model": subject.sha256, "data": images.sha256, "moatlab": environment["moatlab"],
+        "model": subject.sha256, "factory": subject.source["model"], "data": images.sha256,
+        "moatlab": environment["moatlab"],
         "torch": environment["torch"], "threads": environment["threads"], "device": environment["device"],
     }  # fmt: skip
     state = subject.card.with_name(subject.card.name.removesuffix(".json") + ".partial")
@@ -194,6 +196,8 @@ def verify(path: Path, *, data_dir: Path | None = None, device: str = "auto") ->
         failures.append("the model is not the one that was evaluated")
     if subject.images.sha256 != checksums[1]:
         failures.append("the images are not those that were evaluated")
+    if failures:
+        return {"card": str(path), "checked": 0, "largest_distance": 0.0, "failures": failures}
     examples = read_examples(saved, [name for name in broken_by if name != "clean"])
     checked = 0
     worst = 0.0
@@ -206,7 +210,7 @@ def verify(path: Path, *, data_dir: Path | None = None, device: str = "auto") ->
                 continue
             for begin in range(0, len(rows), VERIFIED_AT_ONCE):
                 chosen, z = rows[begin : begin + VERIFIED_AT_ONCE], points[begin : begin + VERIFIED_AT_ONCE]
-                far, outside, right = _check(subject, chosen, z, norm)
+                far, outside, right = _check(subject, chosen, z, norm, settings["batch_size"])
                 worst = max(worst, float(far.max()))
                 for trouble, which in (
                     (f"is further than {settings['eps']} from its image", far > eps + TOLERANCE),
@@ -220,13 +224,13 @@ def verify(path: Path, *, data_dir: Path | None = None, device: str = "auto") ->
 
 
 def _check(
-    subject: Subject, rows: torch.Tensor, z: torch.Tensor, norm: Any
+    subject: Subject, rows: torch.Tensor, z: torch.Tensor, norm: Any, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    device = next(subject.model.parameters(), z).device
+    device = device_of(subject.model, z)
     x = as_floats(subject.images.test_x[rows])
     far = distance(z.double() - x.double(), norm).nan_to_num(nan=math.inf)
     outside = ~((z >= 0) & (z <= 1)).flatten(1).all(1)
-    logits = Probe(subject.model).logits(z.to(device))
+    logits = Probe(subject.model, batch_size=batch_size).logits(z.to(device))
     return far, outside, ~is_wrong(logits, subject.images.test_y[rows].to(device)).cpu()
 
 
@@ -242,6 +246,7 @@ def read_examples(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Ten
 
 def partial_folder_done(state: Path) -> None:
     """The card is on the disk: what was kept to continue is not needed any more."""
+    (state / "state.json").unlink(missing_ok=True)  # first: what is left is of no evaluation
     for file in state.glob("*"):
         file.unlink()
     if state.exists():

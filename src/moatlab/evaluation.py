@@ -25,7 +25,7 @@ from moatlab.interrupts import Caught, signals_caught
 from moatlab.partial import Partial
 from moatlab.randomness import key
 from moatlab.redflags import Flag
-from moatlab.suitability import channels_last_copy, check_input, check_model
+from moatlab.suitability import channels_last_copy, check_input, check_model, device_of
 
 STANDING, CLEAN = 0, 1  # verdicts; from 2 on, the number of the member attack that broke the example, plus 2
 CHUNK_IMAGES, CHUNK_BYTES = 1000, 2**26
@@ -56,7 +56,7 @@ def evaluate(
     y: Tensor,
     *,
     attacks: Sequence[str] = ("aa",),
-    eps: float = 8 / 255,
+    eps: float | None = None,
     norm: Norm = "linf",
     seed: int = 0,
     batch_size: int | None = None,
@@ -70,7 +70,8 @@ def evaluate(
     """Accuracy of `model` on images `x` with labels `y`, plain and under attacks (by their names).
 
     x is float, (N, C, H, W), in [0, 1]; or bytes, (N, H, W, C), as data sets hold them. The model is evaluated in eval
-    mode, in full precision, and is given back exactly as it was. An example counts as broken only where this very model
+    mode, in full precision, and is given back exactly as it was. The radius is 8/255 in L-inf and 128/255 in L2 unless
+    it is given. An example counts as broken only where this very model
     misclassifies a point found in the ball.
 
     `examples` numbers the images within their data set (0, 1, ... if not given): random draws depend on the seed and
@@ -78,9 +79,14 @@ def evaluate(
     that was stopped goes on where it was; `identity` says what it must be an evaluation of.
     """
     names = check_names(attacks)
+    eps = {"linf": 8 / 255, "l2": 128 / 255}.get(norm, 0.0) if eps is None else eps
     check_input(x, y, eps, norm, examples)
-    device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), x.device)
-    with evaluating(model), full_precision(), own_generator(seed):
+    for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
+        if size is not None and size < 1:
+            raise UserError(f"{name} is {size}; it must be at least 1")
+    device = device_of(model, x)
+    with torch.inference_mode(False), evaluating(model), full_precision(), own_generator(seed):
+        x, y = (tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in (x, y.long()))
         job = _Job(model, device, x, y, names, eps, norm, seed, batch_size, chunk_size, examples, audit)
         settings = {
             "attacks": ["clean", *names], "eps": eps, "norm": norm, "seed": seed, "images": len(y), "audit": audit,
@@ -96,7 +102,8 @@ def evaluate(
 @contextmanager
 def own_generator(seed: int) -> Iterator[None]:
     """A randomised model draws from generators of its own inside; afterwards the global ones are as they were."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_gpu else []):
         torch.manual_seed(key(seed, "inside the model"))
         yield
 
@@ -129,8 +136,13 @@ class _Job:
         twin = channels_last_copy(model, sample)
         self.layout = torch.contiguous_format if twin is None else torch.channels_last
         self.untouched = Probe(model, batch_size=batch_size, memory_format=torch.contiguous_format)
-        self.attacked = Probe(model if twin is None else twin, batch_size=batch_size, memory_format=self.layout)
-        self.chunk_size = chunk_size or max(min(CHUNK_IMAGES, CHUNK_BYTES // (4 * sample[0].numel())), 1)
+        self.attacked = Probe(
+            model if twin is None else twin, batch_size=batch_size, memory_format=self.layout,
+            inference_mode=twin is not None,
+        )  # fmt: skip
+        usual = max(min(CHUNK_IMAGES, CHUNK_BYTES // (4 * sample[0].numel())), 1)
+        self.chunk_size = chunk_size or usual
+        self.sample = min(redflags.SAMPLE, usual, len(y))
         self.chunks = [slice(begin, begin + self.chunk_size) for begin in range(0, len(y), self.chunk_size)]
         self.verdicts = {name: torch.zeros(len(y), dtype=torch.int8) for name in self.names}
         self.cost = {name: {"forwards": 0, "gradients": 0, "seconds": 0.0} for name in ["clean", *self.names]}
@@ -175,8 +187,9 @@ class _Job:
                 first, points = self._continue(partial) or self._begin(progress)
                 for number in range(first, len(steps)):
                     points = self._take(steps[number], partial, progress, points)
-                    continues = number + 1 < len(steps) and steps[number + 1].part.continues
-                    partial.save(self._state(number + 1), points if continues else None)
+                    if number + 1 == len(steps) or not steps[number + 1].part.continues:
+                        points = None
+                    partial.save(self._state(number + 1), points)
             except Interrupted as error:
                 partial.flush()
                 raise Interrupted(f"{error}; nothing is lost", error.signal_number) from None
@@ -196,16 +209,17 @@ class _Job:
         y = self.y[step.place][on_device]
         seed = self.seed if step.name != AUDIT else key(self.seed, AUDIT)
         draws = Draws(seed, self.examples[step.place][rows])
-        before = before.to(self.device) if step.part.continues and before is not None else None
+        if before is not None:  # what an earlier part of Square ended at; the disk keeps no memory format
+            before = before.to(self.device).contiguous(memory_format=self.layout)
         torch.manual_seed(key(self.seed, "inside the model", step.chunk, self.names.index(step.name), step.number))
         points = step.part.run(self.attacked, x, y, draws, before)
-        wrong = is_wrong(self.untouched.logits(points), y)
+        wrong = self._broken(points, y)
         # Where rounding fools the copy and not the model itself, the attack stopped too early: on with the model.
         disputed = is_wrong(self.attacked.logits(points), y) & ~wrong
         if disputed.any():
             again = None if before is None else before[disputed]
             points[disputed] = step.part.run(self.untouched, x[disputed], y[disputed], draws.of(disputed), again)
-            wrong = is_wrong(self.untouched.logits(points), y)
+            wrong = self._broken(points, y)
         fallen = rows[wrong.cpu()]
         verdicts[fallen] = 2 + self.members(step.name).index(step.part.attack)
         partial.keep(step.name, f"{step.chunk:06}-{step.number:03}", step.place.start + fallen, points[wrong])
@@ -223,7 +237,7 @@ class _Job:
             self.clean_wrong[place] = is_wrong(logits, self.y[place]).cpu()
         self._charge("clean", begun, counts)
         progress.looking_for_red_flags()
-        sample = slice(0, redflags.SAMPLE)
+        sample = slice(0, self.sample)
         draws = Draws(self.seed, self.examples[sample])
         self.measured |= redflags.measure(
             self.attacked, self.images(sample), self.y[sample], eps=self.eps, norm=self.norm, draws=draws
@@ -247,6 +261,10 @@ class _Job:
             "clean_wrong": self.clean_wrong.int().tolist(),
             "verdicts": {name: verdicts.tolist() for name, verdicts in self.verdicts.items()},
         }  # fmt: skip
+
+    def _broken(self, points: Tensor, y: Tensor) -> Tensor:
+        """Where the untouched model misclassifies a point that is one."""
+        return is_wrong(self.untouched.logits(points), y) & points.isfinite().flatten(1).all(1)
 
     def _out_of_reach(self, name: str, place: slice) -> Tensor:
         """Examples that an attack need not look at: those wrong without any, and for the audit those already broken.
@@ -318,8 +336,7 @@ class _Progress:
 
     def looking_for_red_flags(self) -> None:
         self.title = "red flags"
-        sample = min(redflags.SAMPLE, len(self.job.y))
-        self._expect(self._work(self.steps, 1.0) + sample * redflags.PASSES)
+        self._expect(self._work(self.steps, 1.0) + self.job.sample * redflags.PASSES)
 
     def now(self, step: Step, standing: int) -> None:
         """What is ahead: this attack on those standing, later ones on as many as stood so far (if that is known; on all

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moatlab.attacks.ensemble import FOUR_CLASSES, too_few_classes
 from moatlab.attacks.geometry import NORMS
+from moatlab.attacks.probe import Probe
 from moatlab.errors import UserError
 from moatlab.models import users_code
 
@@ -41,9 +42,14 @@ def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) ->
     """The number of classes, and what a few images show about the model's answers. Refuses what can't be attacked."""
 
     def ask(images: Tensor) -> Tensor:
+        shown = images.clone()
         with users_code("the model can't be run on these images"), torch.no_grad():
-            logits: Tensor = model(images)
-            return logits.clone()
+            logits: Tensor = model(shown)
+        if not torch.equal(shown, images):
+            raise UserError("the model changes its input images in place; let it work on a copy of them")
+        if not isinstance(logits, Tensor):
+            raise UserError(f"the model returns a {type(logits).__name__}; it must return a tensor of logits")
+        return logits.clone()
 
     x = x if len(x) > 1 else x.repeat(2, 1, 1, 1)
     logits = ask(x)
@@ -76,13 +82,28 @@ def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) ->
 
 
 def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:
-    """A copy to attack, laid out for speed; None where it can't be made or does not answer as the model does."""
+    """A copy to attack, laid out for speed; None where it can't be made or does not answer as the model does.
+
+    It must answer and be differentiable after a call in inference mode, and for other images than the model has seen
+    last: a copy may still be tied to the model it was made from, by a hook for one.
+    """
+    y = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    try:
+        twin: nn.Module = copy.deepcopy(model).to(memory_format=torch.channels_last).requires_grad_(False)  # type: ignore[call-overload]
+        probe = Probe(twin, memory_format=torch.channels_last, inference_mode=True)
+        with torch.no_grad():
+            model(1 - x)
+        pairs = [(probe.logits(part), part) for part in (x, x[:3])]
+        probe.gradient(x[:3], y[:3])
+    except Exception:  # a model of the user's may raise anything at all here, and need not be copied
+        return None
     with torch.no_grad():
-        expected = model(x)
-        try:
-            twin = copy.deepcopy(model).to(memory_format=torch.channels_last).requires_grad_(False)  # type: ignore[call-overload]
-            answer = twin(x.contiguous(memory_format=torch.channels_last))
-        except Exception:  # a model of the user's may raise anything at all here, and need not be copied
-            return None
-    scale = expected.abs().max().clamp(min=1e-6)
-    return twin if bool((answer - expected).abs().max() <= 1e-3 * scale) else None
+        for answer, part in pairs:
+            expected = model(part)
+            if not bool((answer - expected).abs().max() <= 1e-3 * expected.abs().max().clamp(min=1e-6)):
+                return None
+    return twin
+
+
+def device_of(model: nn.Module, otherwise: Tensor) -> torch.device:
+    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), otherwise.device)

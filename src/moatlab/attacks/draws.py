@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from moatlab.attacks.geometry import Norm, unit
 from moatlab.randomness import generator
 
-BLOCK = 128  # examples that share a generator
+BLOCK, BLOCK_NUMBERS = 128, 2**22  # examples that share a generator; fewer of large images
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,20 @@ class Draws:
     def each(self, purpose: str, shape: tuple[int, ...], *counters: int, normal: bool = False) -> Tensor:
         """U(0, 1), or N(0, 1), of the given shape for each example. A whole block is drawn for any of its examples."""
         draw = torch.randn if normal else torch.rand
-        values = torch.empty(len(self.examples), *shape)
-        for block, rows, places in self._blocks:
-            values[rows] = draw(BLOCK, *shape, generator=generator(self.seed, purpose, *counters, block))[places]
+        size = max(min(BLOCK, BLOCK_NUMBERS // math.prod(shape)), 1)
+        values = torch.empty(len(self.examples), *shape, dtype=torch.float32, device="cpu")
+        blocks, places = self.examples // size, self.examples % size
+        for block in sorted(set(blocks.tolist())):
+            rows = (blocks == block).nonzero().squeeze(1)
+            draws = generator(self.seed, purpose, *counters, block)
+            values[rows] = draw(size, *shape, generator=draws, dtype=torch.float32, device="cpu")[places[rows]]
         return values
 
     def shared(self, purpose: str, count: int, *counters: int) -> list[float]:
         """U(0, 1), the same for all examples."""
-        numbers: list[float] = torch.rand(count, generator=generator(self.seed, purpose, *counters)).tolist()
+        draws = generator(self.seed, purpose, *counters)
+        numbers: list[float] = torch.rand(count, generator=draws, dtype=torch.float32, device="cpu").tolist()
         return numbers
-
-    @cached_property
-    def _blocks(self) -> list[tuple[int, Tensor, Tensor]]:
-        blocks = self.examples // BLOCK
-        found = []
-        for block in sorted(set(blocks.tolist())):
-            rows = (blocks == block).nonzero().squeeze(1)
-            found.append((block, rows, self.examples[rows] % BLOCK))
-        return found
 
 
 def start_in_ball(x: Tensor, eps: float, norm: Norm, draws: Draws, purpose: str, *counters: int) -> Tensor:

@@ -74,7 +74,7 @@ def onto_hyperplane(z: Tensor, w: Tensor, gap: Tensor, norm: Norm) -> Tensor:
     size = flat.abs()
     speed = torch.ones_like(size) if norm == "linf" else size
     gain, limit = size * speed, size * room
-    need = gap.abs()[:, None]
+    need = gap.abs().nan_to_num(0)[:, None]
     t = torch.zeros_like(need)
     everything = torch.finfo(t.dtype).max
     for _ in range(size.shape[1] + 1):
@@ -82,7 +82,7 @@ def onto_hyperplane(z: Tensor, w: Tensor, gap: Tensor, norm: Norm) -> Tensor:
         slope = (gain * moving).sum(1, keepdim=True)
         root = (need - torch.where(moving, 0, limit).sum(1, keepdim=True)) / slope
         # Where nothing can move any more (no room, no gradient) all the room is taken.
-        new = torch.where(slope > 0, root, everything).maximum(t)
+        new = torch.where(slope > 0, root, everything).nan_to_num(everything, everything).maximum(t)
         if torch.equal(new, t):
             break
         t = new

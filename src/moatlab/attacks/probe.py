@@ -18,7 +18,8 @@ class Probe:
     Parameters are frozen while the input is differentiated: backpropagation then skips every weight gradient,
     a third of the work that `loss.backward()` would do. With a batch size, images go through in batches of about
     equal size, none larger; `forwards` and `gradients` count images. `memory_format` is how the model gets its images.
-    `tick` is called after each batch, and may raise.
+    `inference_mode` is quicker than no gradients, but not every model can be differentiated after it. `tick` is called
+    after each batch, and may raise.
     """
 
     def __init__(
@@ -27,28 +28,34 @@ class Probe:
         *,
         batch_size: int | None = None,
         memory_format: torch.memory_format = torch.preserve_format,
+        inference_mode: bool = False,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.batch_size = batch_size
         self.memory_format = memory_format
+        self.without_gradients = torch.inference_mode if inference_mode else torch.no_grad
         self.tick = tick
         self.forwards = self.gradients = 0
 
     def logits(self, x: Tensor) -> Tensor:
         """What the model answers; nothing can be differentiated through it."""
-        with torch.inference_mode():
+        with self.without_gradients():
             answers = [self._call(part) for (part,) in self._split(x)]
-        return joined(answers).clone()  # out of inference mode, where results can't be used for anything else
+        answer = joined(answers)
+        return answer.clone() if answer.is_inference() else answer
 
     def gradient(
         self, x: Tensor, *labels: Tensor, loss: Callable[..., Tensor] = cross_entropy
     ) -> tuple[Tensor, Tensor]:
         """The gradient of each example's loss(logits, *labels) by its own input, and the logits met on the way."""
         gradients, answers = [], []
-        with frozen(self.model), torch.enable_grad():
+        with frozen(self.model), torch.inference_mode(False), torch.enable_grad():
             for part, *marks in self._split(x, *labels):
-                part = part.detach().requires_grad_()
+                part, *marks = (
+                    tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in (part, *marks)
+                )
+                part.requires_grad_()
                 logits = self._call(part)
                 # The sum, not the mean: no example's gradient depends on how many others share its batch.
                 total = loss(logits, *marks).sum()
@@ -56,7 +63,7 @@ class Probe:
                     (gradient,) = torch.autograd.grad(total, part, materialize_grads=True)
                 else:  # a model that nothing can be differentiated through has no slope to follow
                     gradient = torch.zeros_like(part)
-                gradients.append(gradient)
+                gradients.append(gradient.nan_to_num_(0, 0, 0))  # no direction to follow there
                 answers.append(logits.detach())
                 self.gradients += len(part)
         return joined(gradients), joined(answers)
@@ -76,7 +83,7 @@ class Probe:
         logits: Tensor = self.model(x)
         self.forwards += count
         self.tick()
-        return logits[:count]
+        return logits[:count].to(x.dtype)  # losses and steps in the precision of the images
 
 
 def joined(parts: list[Tensor]) -> Tensor:
@@ -103,25 +110,37 @@ def frozen(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards every module is in the mode it was in, layers frozen by the user among them."""
-    training = [module for module in model.modules() if module.training]
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        if modes[0][1]:
+            model.train()  # some models do more than set a flag here
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Plain float32 inside: no autocast, and none of the shortened multiplications (TF32) that GPUs offer."""
-    flags: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [flag.allow_tf32 for flag in flags]
-    for flag in flags:
-        flag.allow_tf32 = False
+    """Plain float32 inside: no autocast, and none of the shortened multiplications (TF32, bfloat16) on offer."""
+    switches = precision_switches()
+    before = [getattr(place, name) for place, name, _ in switches]
+    for place, name, value in switches:
+        setattr(place, name, value)
     try:
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
-        for flag, value in zip(flags, before, strict=True):
-            flag.allow_tf32 = value
+        for (place, name, _), value in zip(switches, before, strict=True):
+            setattr(place, name, value)
+
+
+def precision_switches() -> list[tuple[Any, str, Any]]:
+    """What to set, where, for plain float32. PyTorch must not be asked in its old way where it was told in its new."""
+    backends: Any = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):
+        return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
+    cuda = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    cpu = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+    return [(place, "fp32_precision", "ieee") for place in cuda + cpu]

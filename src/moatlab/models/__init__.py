@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import pickle
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,11 @@ from moatlab.models.preact_resnet import PreActResNet18
 
 BUILT_IN = {"preact_resnet18": PreActResNet18}
 METADATA_KEY = "moatlab"
-PICKLED = (".pt", ".pth", ".ckpt", ".bin")
+UNREADABLE = (
+    RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError,
+    struct.error,
+)  # what torch.load was seen to raise on damaged files  # fmt: skip
+PICKLED = (".pt", ".pth", ".ckpt", ".bin", ".tar")
 
 
 def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Module:
@@ -79,7 +84,7 @@ def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
     itself. Nothing but tensors is ever read: a file that holds code is refused."""
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
-    if path.suffix in PICKLED:
+    if path.suffix.lower() in PICKLED:
         return _read_pickled(path), {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -107,7 +112,7 @@ def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
             f"{path} holds more than tensors, or is damaged; it was refused unread, because unpickling it could run "
             "code (save model.state_dict() instead)"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except UNREADABLE as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{path} can't be read; it is truncated or not a PyTorch file ({reason})") from None
     for name in ("state_dict", "model_state_dict", "model", "net"):
@@ -115,12 +120,14 @@ def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
             content = content[name]
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise UserError(f"{path} is not a state dict: it holds something besides named tensors")
-    return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}  # DataParallel adds it
+    return {str(name): tensor for name, tensor in content.items()}
 
 
 def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str | Path) -> None:
     """Refused, with the first mismatch named, unless every name and every shape fits."""
     own = model.state_dict()
+    if not own.keys() & tensors.keys():  # DataParallel puts this before every name
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     reason = None
     for name, tensor in own.items():
         if name not in tensors:
