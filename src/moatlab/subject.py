@@ -104,6 +104,7 @@ def weights_file(target: Path, which: str) -> Path:
 
 def guess_arguments(tensors: dict[str, Tensor], images: Images) -> dict[str, Any]:
     """Arguments of a built-in model whose file does not tell them, as far as its weights do."""
+    tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     first = tensors.get("conv1.weight")
     width = {} if first is None else {"width": len(first)}
     return {**width, "final_norm": "bn.weight" in tensors, "mean": list(images.mean), "std": list(images.std)}
