@@ -1,9 +1,10 @@
 """Evaluation against its peers, side by side in one run: the same model, images and radius, verdicts compared.
 
 PGD-50-10 against torchattacks and adv-lib, AutoAttack against pyautoattack (the reference): on a robust and on a
-collapsed model of the demo, and on the CIFAR-10 ResNet-18 that comes with pyautoattack. The sides take turns and the
-medians are compared. Peers get the model as they would from a user: contiguous, in eval mode. Ours is what
-`moatlab.evaluate` records for the attack, plain accuracy included and red flags (which peers do not look for) apart.
+collapsed model of the demo, and on the CIFAR-10 ResNet-18 that comes with pyautoattack. Each side has a process of its
+own (ours keeps freed memory, see `environment.keep_freed_memory`); they take turns, and the medians are compared. Peers
+get the model as they would from a user: contiguous, in eval mode. Ours is what `moatlab.evaluate` records for the
+attack, plain accuracy included and red flags (which peers do not look for) apart.
 
     make demo && pip install --no-deps -r benchmarks/peers.txt
     python benchmarks/evaluation.py [--runs runs/demo_s0] [--images 500] [--repeats 2] [--only pgd aa resnet]
@@ -14,11 +15,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 import types
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +30,44 @@ from torch import Tensor, nn
 
 import moatlab
 from moatlab.data.batches import as_floats
-from moatlab.environment import describe_environment, keep_freed_memory
+from moatlab.environment import describe_environment
 from moatlab.models import read_weights
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "evaluation.json"
 BATCH = 250
-Side = Callable[[nn.Module, Tensor, Tensor, float], tuple[float, Tensor]]
+Attack = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 
 
-def ours(attack: str) -> Side:
-    def side(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> tuple[float, Tensor]:
-        result = moatlab.evaluate(model, x, y, attacks=[attack], eps=eps)
-        return result.cost["clean"]["seconds"] + result.cost[attack]["seconds"], result.robust[attack]
-
-    return side
+def of_the_demo(runs: Path, name: str, images: int) -> tuple[nn.Module, Tensor, Tensor, float]:
+    data = moatlab.load_images("mini")
+    return moatlab.load(runs / name), as_floats(data.test_x[:images]).contiguous(), data.test_y[:images], 16 / 255
 
 
-def timed(attack: Callable[[nn.Module, Tensor, Tensor, float], Tensor]) -> Side:
-    """A peer's function from images to adversarial images, as a side: which images does the model still get right?"""
+def resnet18() -> tuple[nn.Module, Tensor, Tensor, float]:
+    from pyautoattack.examples import resnet
 
-    def side(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> tuple[float, Tensor]:
-        begun = time.perf_counter()
-        z = attack(model, x, y, eps)
-        seconds = time.perf_counter() - begun
-        with torch.no_grad():
-            return seconds, torch.cat([model(part).argmax(1) for part in z.split(BATCH)]) == y
+    model: nn.Module = resnet.ResNet18().eval()
+    weights, _ = read_weights(Path(resnet.__file__).with_name("model_test.pt"))
+    model.load_state_dict(weights)
+    data = moatlab.load_images("cifar10")
+    return model, as_floats(data.test_x[:16]).contiguous(), data.test_y[:16], 8 / 255
 
-    return side
+
+def side(name: str, problem: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
+    """One side's process: at each request it runs once, and answers with its seconds and who stands."""
+    model, x, y, eps = problem(*arguments)
+    while pipe.recv():
+        if name in OURS.values():
+            result = moatlab.evaluate(model, x, y, attacks=[name], eps=eps)
+            seconds = result.cost["clean"]["seconds"] + result.cost[name]["seconds"]
+            stands = result.robust[name]
+        else:
+            begun = time.perf_counter()
+            z = PEERS[name](model, x, y, eps)
+            seconds = time.perf_counter() - begun
+            with torch.no_grad():
+                stands = torch.cat([model(part).argmax(1) for part in z.split(BATCH)]) == y
+        pipe.send((seconds, stands.tolist()))
 
 
 def in_batches(attack: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -86,33 +100,52 @@ def by_pyautoattack(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tenso
     return AutoAttack(model, eps=eps, norm="Linf", seed=0).run_standard_evaluation(x, y, batch_size=BATCH)[0]  # type: ignore[no-any-return]
 
 
+OURS = {"pgd": "pgd50", "aa": "aa"}
+PEERS: dict[str, Attack] = {
+    "torchattacks": by_torchattacks, "adv_lib": by_adv_lib, "pyautoattack": by_pyautoattack,
+}  # fmt: skip
+
+
 def compare(
-    title: str, sides: dict[str, Side], model: nn.Module, x: Tensor, y: Tensor, eps: float, repeats: int, bound: float
+    title: str, attack: str, problem: Callable[..., Any], arguments: tuple[Any, ...], repeats: int, bound: float
 ) -> dict[str, Any]:
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    peers = ["torchattacks", "adv_lib"] if attack == "pgd" else ["pyautoattack"]
+    for peer in [peer for peer in peers if not importlib.util.find_spec(peer)]:
+        print(f"{peer} is not installed and is left out", file=sys.stderr)
+        peers.remove(peer)
+    ours = OURS[attack]
+    pipes = {}
+    spawn = multiprocessing.get_context("spawn")
+    for name in [*peers, ours]:
+        pipes[name], other_end = spawn.Pipe()
+        spawn.Process(target=side, args=(name, problem, arguments, other_end), daemon=True).start()
+    seconds: dict[str, list[float]] = {name: [] for name in pipes}
     stand: dict[str, Tensor] = {}
     for _ in range(repeats):
-        for name, side in sides.items():
-            taken, stand[name] = side(model, x, y, eps)
+        for name, pipe in pipes.items():
+            pipe.send(True)
+            taken, stands = pipe.recv()
             seconds[name].append(taken)
+            stand[name] = torch.tensor(stands)
             print(
                 f"  {title}: {name} {taken:.1f} s, {100 * stand[name].float().mean():.1f} %",
                 file=sys.stderr,
                 flush=True,
             )
+    for pipe in pipes.values():
+        pipe.send(False)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     percent = {name: 100 * which.float().mean().item() for name, which in stand.items()}
-    peers = [name for name in sides if name != "moatlab"]
     fastest = min(peers, key=lambda name: median[name])
-    ratio = median[fastest] / median["moatlab"]
-    excess = percent["moatlab"] - min(percent[name] for name in peers)
-    agree = 100 * (stand["moatlab"] == stand[fastest]).float().mean().item()
-    print(f"{title:<34}{ratio:6.2f} times {fastest} (bound {bound:g}); robust {percent['moatlab']:.1f} %, "
+    ratio = median[fastest] / median[ours]
+    excess = percent[ours] - min(percent[name] for name in peers)
+    agree = 100 * (stand[ours] == stand[fastest]).float().mean().item()
+    print(f"{title:<34}{ratio:6.2f} times {fastest} (bound {bound:g}); robust {percent[ours]:.1f} %, "
           f"{excess:+.1f} points; {agree:.1f} % of verdicts agree", flush=True)  # fmt: skip
     return {
-        "what": title, "images": len(y), "eps": eps, "seconds": seconds, "robust_percent": percent, "fastest_peer":
-        fastest, "ratio": ratio, "bound": bound, "excess_points": excess, "verdicts_agree_percent": agree,
-        "passes": ratio >= bound and excess <= 0.2 + 1e-6,
+        "what": title, "attack": ours, "images": len(stand[ours]), "seconds": seconds, "robust_percent": percent,
+        "fastest_peer": fastest, "ratio": ratio, "bound": bound, "excess_points": excess,
+        "verdicts_agree_percent": agree, "passes": ratio >= bound and excess <= 0.2 + 1e-6,
     }  # fmt: skip
 
 
@@ -123,37 +156,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=["pgd", "aa", "resnet"], default=["pgd", "aa", "resnet"])
     options = parser.parse_args()
-    keep_freed_memory()
     rows = []
-    pgd: dict[str, Side] = {}
-    for name, peer in (("torchattacks", by_torchattacks), ("adv_lib", by_adv_lib)):
-        if importlib.util.find_spec(name):
-            pgd[name] = timed(peer)
-        else:
-            print(f"{name} is not installed and is left out", file=sys.stderr)
-    pgd["moatlab"] = ours("pgd50")
-    aa = {"pyautoattack": timed(by_pyautoattack), "moatlab": ours("aa")}
-
-    if {"pgd", "aa"} & {*options.only}:
-        data = moatlab.load_images("mini")
-        x, y = as_floats(data.test_x[: options.images]).contiguous(), data.test_y[: options.images]
-        robust, collapsed = (moatlab.load(options.runs / name) for name in ("moat-2", "fgsm"))
-        eps = 16 / 255
-        if "pgd" in options.only:
-            rows.append(compare("PGD-50-10, robust model", pgd, robust, x, y, eps, options.repeats, 2.2))
-            rows.append(compare("PGD-50-10, collapsed model", pgd, collapsed, x, y, eps, options.repeats, 20))
-        if "aa" in options.only:
-            rows.append(compare("AutoAttack, collapsed model", aa, collapsed, x, y, eps, options.repeats, 5))
-            rows.append(compare("AutoAttack, robust model", aa, robust, x, y, eps, 1, 1.5))
+    robust, collapsed = ((options.runs, name, options.images) for name in ("moat-2", "fgsm"))
+    if "pgd" in options.only:
+        rows.append(compare("PGD-50-10, robust model", "pgd", of_the_demo, robust, options.repeats, 2.2))
+        rows.append(compare("PGD-50-10, collapsed model", "pgd", of_the_demo, collapsed, options.repeats, 20))
+    if "aa" in options.only:
+        rows.append(compare("AutoAttack, collapsed model", "aa", of_the_demo, collapsed, options.repeats, 5))
+        rows.append(compare("AutoAttack, robust model", "aa", of_the_demo, robust, 1, 1.5))
     if "resnet" in options.only:
-        from pyautoattack.examples import resnet
-
-        model = resnet.ResNet18().eval()
-        weights, _ = read_weights(Path(resnet.__file__).with_name("model_test.pt"))
-        model.load_state_dict(weights)
-        data = moatlab.load_images("cifar10")
-        x, y = as_floats(data.test_x[:16]).contiguous(), data.test_y[:16]
-        rows.append(compare("AutoAttack, CIFAR-10 ResNet-18", aa, model, x, y, 8 / 255, 1, 1.3))
+        rows.append(compare("AutoAttack, CIFAR-10 ResNet-18", "aa", resnet18, (), 1, 1.3))
     kept = json.loads(OUT.read_text())["rows"] if OUT.exists() else []
     measured = {row["what"] for row in rows}
     kept = [row for row in kept if row["what"] not in measured]  # of an earlier run with other --only

@@ -25,17 +25,8 @@ def random_start(x, eps, norm):
 
 
 def targeted(attack, **options):
-    """The targets one after the other, as AutoAttack takes them."""
-
-    def run(model, x, y, *, eps, norm):
-        z = x.clone()
-        for rank in range(2, len(model.weight) + 1):
-            left = model(z).argmax(1) == y
-            if left.any():
-                z[left] = attack(model, x[left], y[left], eps=eps, norm=norm, rank=rank, **options)
-        return z
-
-    return run
+    """All targets side by side."""
+    return lambda model, x, y, **threat: attack(model, x, y, ranks=range(2, len(model.weight) + 1), **threat, **options)
 
 
 TWO_CLASSES = {

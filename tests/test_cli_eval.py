@@ -156,7 +156,7 @@ def undisturbed(tmp_path_factory):
 def test_stopped_in_the_middle_of_aa_the_same_command_gives_the_same_card(moat_process, alone, undisturbed, stop):
     (alone / "small.py").write_text(SMALL)
     stopped = 0
-    for minimum in (11, 30):  # within targeted APGD, and within Square
+    for minimum in (6, 15):  # within targeted APGD, and within Square
         process = moat_process(*COMMAND)
         while process.poll() is None:
             state = alone / STATE

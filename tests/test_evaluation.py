@@ -317,6 +317,28 @@ def test_the_same_seed_gives_the_same_result_and_another_seed_other_starts():
     assert len(counts) > 1
 
 
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("name", ["apgd", "fab", "strong_pgd"])
+def test_tries_side_by_side_break_what_they_break_one_by_one(name, norm):
+    model = network().double()
+    x, y = images(32, model)
+    x, eps = x.double(), 0.05 if norm == "linf" else 0.4
+    starts = [start_in_ball(x, eps, norm, Draws.numbered(0, len(x)), "a start", restart) for restart in range(3)]
+    attack = {
+        "apgd": lambda tries: apgd(model, x, y, eps=eps, norm=norm, loss="targeted-dlr", ranks=[2 + n for n in tries]),
+        "fab": lambda tries: fab(model, x, y, eps=eps, norm=norm, ranks=[2 + n for n in tries]),
+        "strong_pgd": lambda tries: strong_pgd(
+            model, x, y, eps=eps, norm=norm, step_size=eps / 4, steps=9, start=torch.cat([starts[n] for n in tries])
+        ),
+    }[name]
+    together = attack([0, 1, 2])
+    broken = model(together).argmax(1) != y
+    one_by_one = [model(attack([number])).argmax(1) != y for number in range(3)]
+    assert torch.equal(broken, one_by_one[0] | one_by_one[1] | one_by_one[2])
+    assert not torch.equal(broken, one_by_one[0])
+    assert not broken.all()
+
+
 # --- the work is counted and bounded
 
 

@@ -19,7 +19,7 @@ from moatlab.attacks.geometry import Norm, distance
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating, full_precision
 from moatlab.data.batches import as_floats
-from moatlab.environment import describe_environment, keep_freed_memory
+from moatlab.environment import describe_environment
 from moatlab.errors import UserError
 from moatlab.evaluation import Evaluation, evaluate
 from moatlab.files import SCHEMA, atomic, read_json
@@ -54,7 +54,6 @@ def evaluate_subject(
     count = len(images.test_y) if count is None else count
     if count > len(images.test_y):
         raise UserError(f"--n {count} is more than the {len(images.test_y)} test images of {images.name}")
-    keep_freed_memory()
     environment = describe_environment() | {"device": str(device_of(subject.model, torch.empty(0)))}
     identity = {
         "model": subject.sha256, "factory": subject.source["model"], "data": images.sha256,

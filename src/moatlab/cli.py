@@ -202,7 +202,7 @@ def run_comparison(recipes: list[Recipe], out: Path, *, data_dir: Path | None, r
 @click.option("--norm", type=click.Choice(["linf", "l2"]), help="  [default: the run's own; linf for a bare model]")
 @click.option("--n", "count", type=click.IntRange(min=1), help="The first N test images  [default: all]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="decides every random draw")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Images at once  [default: 128, fewer of large images]")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Images at once  [default: 256, fewer of large images]")
 @click.option("--which", type=click.Choice(["last", "best"]), default="last", show_default=True, help="epoch of a run")
 @click.option("--model", help="What a bare weights file holds, or a model to evaluate as it is: package.module:factory")
 @click.option("--data", help="mini, cifar10, cifar100 or a folder of images  [default: the run's own]")

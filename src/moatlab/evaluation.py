@@ -20,6 +20,7 @@ from moatlab.attacks.geometry import Norm
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating, full_precision
 from moatlab.data.batches import as_floats
+from moatlab.environment import keep_freed_memory
 from moatlab.errors import Interrupted, UserError
 from moatlab.interrupts import Caught, signals_caught
 from moatlab.partial import Partial
@@ -29,7 +30,7 @@ from moatlab.suitability import channels_last_copy, check_input, check_model, de
 
 STANDING, CLEAN = 0, 1  # verdicts; from 2 on, the number of the member attack that broke the example, plus 2
 CHUNK_IMAGES, CHUNK_BYTES = 1000, 2**26
-BATCH, BATCH_PIXELS = 128, 3 * 32 * 32  # images of that size; fewer of larger ones
+BATCH, BATCH_PIXELS = 256, 3 * 32 * 32  # images of that size; fewer of larger ones
 AUDIT = "audit"
 AUDIT_RESTARTS = 20
 
@@ -84,6 +85,7 @@ def evaluate(
     for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
         if size is not None and size < 1:
             raise UserError(f"{name} is {size}; it must be at least 1")
+    keep_freed_memory()
     device = device_of(model, x)
     with torch.inference_mode(False), evaluating(model), full_precision(), own_generator(seed):
         x, y = (tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in (x, y.long()))
@@ -130,7 +132,7 @@ class _Job:
         self.examples = torch.arange(len(y)) if examples is None else examples.cpu()
         sample = self.images(slice(0, min(len(y), 8)))
         self.classes, self.measured = check_model(model, sample, self.y, names)
-        # Measured: gradients of CIFAR-sized images gain nothing beyond 128 at once, and memory is bounded by it.
+        # Measured: gradients of CIFAR-sized images gain little beyond 256 at once, and memory is bounded by it.
         batch_size = batch_size or max(min(BATCH, BATCH * BATCH_PIXELS // sample[0].numel()), 32)
         # Users' models get contiguous images, which some rely on; the copy gets what it was laid out for.
         twin = channels_last_copy(model, sample)

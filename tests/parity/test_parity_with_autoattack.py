@@ -107,7 +107,7 @@ def test_apgd_asks_about_the_same_points(norm, loss, eps):
     _, robust, _, _ = theirs.attack_single_run(x, y)
     reference = model.take()
     torch.manual_seed(3)
-    found = apgd(model, x, y, eps=eps, norm=norm, loss=loss, rank=3, draws=ReferenceDraws(len(x)))
+    found = apgd(model, x, y, eps=eps, norm=norm, loss=loss, ranks=[3], draws=ReferenceDraws(len(x)))
     ours = model.take()[1 if loss == "targeted-dlr" else 0 :]  # targets are chosen by the answers for x
     standing = follow(model, y, ours, reference)
     assert len(ours) == 101 or not standing.any()
@@ -126,7 +126,7 @@ def test_fab_asks_about_the_same_points(norm, rank, eps):
     theirs.target_class = rank
     nearest = theirs.attack_single_run(x, y, is_targeted=True)
     reference = model.take()[2:]  # after the answers for x, each iterate is asked for its gradient, then for its label
-    found = fab(model, x, y, eps=eps, norm=norm, rank=rank)
+    found = fab(model, x, y, eps=eps, norm=norm, ranks=[rank])
     ours = model.take()[1:]
     order = {"linf": float("inf"), "l2": 2}[norm]
 

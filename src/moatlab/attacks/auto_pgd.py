@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from moatlab.attacks.active import fallen, side_by_side
 from moatlab.attacks.draws import Draws, start_on_sphere
 from moatlab.attacks.geometry import Norm, per_image, project, steepest
 from moatlab.attacks.losses import cross_entropy, dlr, is_wrong, targeted_dlr
@@ -24,13 +25,13 @@ def apgd(
     eps: float,
     norm: Norm = "linf",
     loss: str = "ce",
-    rank: int = 2,
+    ranks: Sequence[int] = (2,),
     steps: int = 100,
     restart: int = 0,
     draws: Draws | None = None,
 ) -> Tensor:
-    """The first iterate that fools the model, or x itself. `rank` is the target of `targeted-dlr` among the model's
-    answers for x: 2 is the runner-up.
+    """The first iterate that fools the model, or x itself. `ranks` are the targets of `targeted-dlr` among the model's
+    answers for x, tried side by side: 2 is the runner-up.
 
         u = P[z + a steepest(g)],   z' = P[z + 0.75 (u - z) + 0.25 (z - z_before)],   a = 2 eps at first
 
@@ -40,10 +41,13 @@ def apgd(
     probe = as_probe(model)
     draws = draws or Draws.numbered(0, len(x))
     criterion = LOSSES[loss]
-    labels: tuple[Tensor, ...] = (y, class_of_rank(probe.logits(x), rank)) if loss == "targeted-dlr" else (y,)
+    ranks = ranks if loss == "targeted-dlr" else (2,)
+    targets = classes_of_ranks(probe.logits(x), ranks) if loss == "targeted-dlr" else None
+    starts = [start_on_sphere(x, eps, norm, draws, f"apgd {loss}", rank, restart) for rank in ranks]
+    z = torch.cat(starts).clamp_(0, 1)
     found = x.clone()
-    rows = torch.arange(len(x), device=x.device)
-    z = start_on_sphere(x, eps, norm, draws, f"apgd {loss}", rank, restart).clamp_(0, 1)
+    rows, x, y = side_by_side(len(ranks), x, y)
+    labels: tuple[Tensor, ...] = (y,) if targets is None else (y, targets)
     before = z
     gradient, logits = probe.gradient(z, *labels, loss=criterion)
     best, best_gradient, best_loss = z, gradient, criterion(logits, *labels)
@@ -55,8 +59,8 @@ def apgd(
     for step in range(1, steps + 2):
         wrong = is_wrong(logits, y)
         if wrong.any():
-            found[rows[wrong]] = z[wrong]
-            standing = ~wrong
+            hits, standing = fallen(wrong, rows, len(found))
+            found[rows[hits]] = z[hits]
             labels = tuple(label[standing] for label in labels)
             rows, x, y, z, before, gradient, best, best_gradient = (
                 state[standing] for state in (rows, x, y, z, before, gradient, best, best_gradient)
@@ -105,6 +109,7 @@ def check_steps(steps: int) -> dict[int, int]:
     return checks
 
 
-def class_of_rank(logits: Tensor, rank: int) -> Tensor:
-    """The class that each example's logits put at this rank, counted from 1."""
-    return logits.sort(1).indices[:, -rank]
+def classes_of_ranks(logits: Tensor, ranks: Sequence[int]) -> Tensor:
+    """The classes that the logits put at these ranks (counted from 1): of all examples the first, then the next."""
+    ranked = logits.sort(1).indices
+    return torch.cat([ranked[:, -rank] for rank in ranks])

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from moatlab.attacks.auto_pgd import apgd
@@ -20,6 +21,7 @@ from moatlab.errors import UserError
 
 RESTARTS = 10
 TARGETS = 9
+GROUP = 3  # restarts or targets that are tried side by side
 SEGMENT = 500  # of Square's queries, after which an evaluation can be continued
 
 AUTOATTACK = ("apgd-ce", "apgd-t", "fab-t", "square")
@@ -34,7 +36,7 @@ Run = Callable[[Probe, Tensor, Tensor, Draws, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """A restart, a target or some queries of an attack: what runs between two looks at who is still standing."""
+    """Some restarts, targets or queries of an attack: what runs between two looks at who is still standing."""
 
     attack: str
     run: Run
@@ -55,17 +57,22 @@ def parts_of(name: str, *, eps: float, norm: Norm, classes: int, restarts: int =
             runs = [lambda p, x, y, _d, _b: mim(p, x, y, eps=eps, step_size=eps / 50, steps=50, norm=norm)]
             work = 50.0
         case "pgd7":
-            runs, work = [_from_random_start(pgd, name, 0, 7, eps, norm)], 7.0
+            runs, work = [_from_random_starts(pgd, name, range(1), 7, eps, norm)], 7.0
         case "pgd50" | "cw50":
             attack = strong_pgd if name == "pgd50" else cw
-            runs = [_from_random_start(attack, name, restart, 50, eps, norm) for restart in range(restarts)]
-            work = 50.0
+            groups = in_groups(range(restarts), first=1)
+            runs = [_from_random_starts(attack, name, group, 50, eps, norm) for group in groups]
+            work = 50.0 * restarts / len(groups)
         case "apgd-ce":
             runs, work = [lambda p, x, y, d, _b: apgd(p, x, y, eps=eps, norm=norm, draws=d)], 100.0
         case "apgd-t":
-            runs, work = [_targeted_apgd(rank, eps, norm) for rank in ranks], 100.0
+            groups = in_groups(ranks, first=1)
+            runs = [_targeted_apgd(group, eps, norm) for group in groups]
+            work = 100.0 * len(ranks) / len(groups)
         case "fab-t":
-            runs, work = [_targeted_fab(rank, eps, norm) for rank in ranks], 150.0
+            groups = in_groups(ranks, first=GROUP)  # after targeted APGD, nobody falls early
+            runs = [_targeted_fab(group, eps, norm) for group in groups]
+            work = 150.0 * len(ranks) / len(groups)
         case "square":
             segments = [range(begin, begin + SEGMENT) for begin in range(0, QUERIES, SEGMENT)]
             runs, work = [_square_segment(queries, eps, norm) for queries in segments], SEGMENT / 2
@@ -74,22 +81,29 @@ def parts_of(name: str, *, eps: float, norm: Norm, classes: int, restarts: int =
     return [Part(name, run, work, continues=name == "square" and run is not runs[0]) for run in runs]
 
 
-def _from_random_start(
-    attack: Callable[..., Tensor], name: str, restart: int, steps: int, eps: float, norm: Norm
+def in_groups(numbers: range, first: int) -> list[range]:
+    """Restarts or targets that are tried side by side: few examples stand by then, and batches are fuller so. The first
+    ones, in which most of those that fall do, go `first` at a time."""
+    head, rest = numbers[:first], numbers[first:]
+    return [head, *(rest[begin : begin + GROUP] for begin in range(0, len(rest), GROUP))]
+
+
+def _from_random_starts(
+    attack: Callable[..., Tensor], name: str, restarts: range, steps: int, eps: float, norm: Norm
 ) -> Run:
     def run(probe: Probe, x: Tensor, y: Tensor, draws: Draws, _before: Tensor | None) -> Tensor:
-        start = start_in_ball(x, eps, norm, draws, f"{name} start", restart)
-        return attack(probe, x, y, eps=eps, step_size=eps / 4, steps=steps, norm=norm, start=start)
+        starts = [start_in_ball(x, eps, norm, draws, f"{name} start", restart) for restart in restarts]
+        return attack(probe, x, y, eps=eps, step_size=eps / 4, steps=steps, norm=norm, start=torch.cat(starts))
 
     return run
 
 
-def _targeted_apgd(rank: int, eps: float, norm: Norm) -> Run:
-    return lambda p, x, y, d, _b: apgd(p, x, y, eps=eps, norm=norm, loss="targeted-dlr", rank=rank, draws=d)
+def _targeted_apgd(ranks: range, eps: float, norm: Norm) -> Run:
+    return lambda p, x, y, d, _b: apgd(p, x, y, eps=eps, norm=norm, loss="targeted-dlr", ranks=ranks, draws=d)
 
 
-def _targeted_fab(rank: int, eps: float, norm: Norm) -> Run:
-    return lambda p, x, y, _d, _b: fab(p, x, y, eps=eps, norm=norm, rank=rank)
+def _targeted_fab(ranks: range, eps: float, norm: Norm) -> Run:
+    return lambda p, x, y, _d, _b: fab(p, x, y, eps=eps, norm=norm, ranks=ranks)
 
 
 def _square_segment(queries: range, eps: float, norm: Norm) -> Run:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from moatlab.attacks.auto_pgd import class_of_rank
+from moatlab.attacks.active import fallen, side_by_side
+from moatlab.attacks.auto_pgd import classes_of_ranks
 from moatlab.attacks.geometry import Norm, distance, per_image
 from moatlab.attacks.losses import is_wrong, logit_gap
 from moatlab.attacks.probe import Probe, as_probe
@@ -20,11 +23,11 @@ def fab(
     *,
     eps: float,
     norm: Norm = "linf",
-    rank: int = 2,
+    ranks: Sequence[int] = (2,),
     steps: int = 100,
 ) -> Tensor:
-    """The first adversarial iterate within eps of x, or x itself. `rank` is the target among the model's answers for x:
-    2 is the runner-up. There is nothing random in it.
+    """The first adversarial iterate within eps of x, or x itself. `ranks` are the targets among the model's answers for
+    x, tried side by side: 2 is the runner-up. There is nothing random in it.
 
     The boundary towards the target t is taken for the hyperplane where the linearised z_t - z_y vanishes. With d1 and
     d2 the steps that bring z and x onto it inside [0, 1], and alpha = min(|d1| / (|d1| + |d2|), 0.1),
@@ -34,9 +37,9 @@ def fab(
     and an iterate that fools the model is pulled back: z <- x + 0.9 (z - x).
     """
     probe = as_probe(model)
-    target = class_of_rank(probe.logits(x), rank)
+    target = classes_of_ranks(probe.logits(x), ranks)
     found = x.clone()
-    rows = torch.arange(len(x), device=x.device)
+    rows, x, y = side_by_side(len(ranks), x, y)
     z = x
     for _ in range(steps):
         w, logits = probe.gradient(z, y, target, loss=logit_gap)
@@ -51,8 +54,9 @@ def fab(
         hit = wrong & (distance(z - x, norm) <= eps)
         z, crossed = torch.where(per_image(wrong), x + BETA * (z - x), z), z
         if hit.any():
-            found[rows[hit]] = crossed[hit]
-            rows, x, y, target, z = (state[~hit] for state in (rows, x, y, target, z))
+            hits, standing = fallen(hit, rows, len(found))
+            found[rows[hits]] = crossed[hits]
+            rows, x, y, target, z = (state[standing] for state in (rows, x, y, target, z))
             if not len(rows):
                 break
     return found

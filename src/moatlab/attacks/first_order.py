@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from moatlab.attacks.active import fallen, side_by_side
 from moatlab.attacks.geometry import Norm, per_image, project, steepest
 from moatlab.attacks.losses import cross_entropy, is_wrong, margin
 from moatlab.attacks.probe import Probe, as_probe
@@ -54,11 +55,12 @@ def strong_pgd(
 ) -> Tensor:
     """PGD that keeps the first iterate that fools the model, start and last included; x itself where none does.
 
-    An example is left alone from then on, so the work goes to those still standing.
+    An example is left alone from then on, so the work goes to those still standing. `start` may hold several points for
+    each image (the first of all images, then the second of all): they are tried side by side, in fuller batches.
     """
     probe = as_probe(model)
     found = x.clone()
-    rows = torch.arange(len(x), device=x.device)
+    rows, x, y = side_by_side(1 if start is None else len(start) // len(x), x, y)
     z = x if start is None else project(start, x, eps, norm)
     for step in range(steps + 1):
         gradient, logits = (
@@ -66,8 +68,9 @@ def strong_pgd(
         )  # nothing follows the last
         wrong = is_wrong(logits, y)
         if wrong.any():
-            found[rows[wrong]] = z[wrong]
-            rows, x, y, z, gradient = (state[~wrong] for state in (rows, x, y, z, gradient))
+            hits, standing = fallen(wrong, rows, len(found))
+            found[rows[hits]] = z[hits]
+            rows, x, y, z, gradient = (state[standing] for state in (rows, x, y, z, gradient))
             if not len(rows):
                 break
         z = project(z + step_size * steepest(gradient, norm), x, eps, norm)
