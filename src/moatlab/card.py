@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from moatlab import display
-from moatlab.attacks.geometry import Norm, distance
+from moatlab.attacks.geometry import USUAL_EPS, Norm, distance
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating, full_precision
 from moatlab.data.batches import as_floats
@@ -23,9 +23,9 @@ from moatlab.environment import describe_environment
 from moatlab.errors import UserError
 from moatlab.evaluation import Evaluation, evaluate
 from moatlab.files import SCHEMA, atomic, read_json
-from moatlab.partial import pieces
+from moatlab.partial import discard, pieces
 from moatlab.recipe import parse_eps
-from moatlab.subject import USUAL_EPS, Subject, load_subject
+from moatlab.subject import Subject, load_subject
 from moatlab.suitability import device_of
 
 TOLERANCE = 1e-6
@@ -48,21 +48,20 @@ def evaluate_subject(
 ) -> dict[str, Any]:
     """Evaluate, write the card beside the model, and return it. Started again after any ending, it goes on."""
     images, norm = subject.images, norm or subject.norm
-    radius = eps or (
-        subject.eps if norm == subject.norm else USUAL_EPS[norm]
-    )  # a radius of one norm means nothing in another
+    # A radius of one norm means nothing in another.
+    radius = eps or (subject.eps if norm == subject.norm else USUAL_EPS[norm])
     count = len(images.test_y) if count is None else count
     if count > len(images.test_y):
         raise UserError(f"--n {count} is more than the {len(images.test_y)} test images of {images.name}")
     environment = describe_environment() | {"device": str(device_of(subject.model, torch.empty(0)))}
     identity = {
         "model": subject.sha256, "factory": subject.source["model"], "data": images.sha256,
-        "moatlab": environment["moatlab"],
-        "torch": environment["torch"], "threads": environment["threads"], "device": environment["device"],
+        "moatlab": environment["moatlab"], "torch": environment["torch"], "threads": environment["threads"],
+        "device": environment["device"],
     }  # fmt: skip
     state = subject.card.with_name(subject.card.name.removesuffix(".json") + ".partial")
     result = evaluate(
-        subject.model, images.test_x[:count], images.test_y[:count], attacks=attacks, eps=parse_radius(radius, norm),
+        subject.model, images.test_x[:count], images.test_y[:count], attacks=attacks, eps=parse_eps(radius, norm),
         norm=norm, seed=seed, batch_size=batch_size, audit=audit, keep_adversarial=save_adversarial,
         state=state, identity=identity,
     )  # fmt: skip
@@ -75,22 +74,8 @@ def evaluate_subject(
     write_card(subject.card, card)
     if not save_adversarial:
         saved.unlink(missing_ok=True)  # of an earlier card
-    partial_folder_done(state)
+    discard(state)
     return card
-
-
-def parse_radius(text: str, norm: str) -> float:
-    """`8/255` as a number. An L2 radius may be larger than 1."""
-    if norm == "l2":
-        above, slash, below = text.partition("/")
-        try:
-            radius = float(above) / float(below) if slash else float(above)
-        except (ValueError, ZeroDivisionError):
-            radius = math.nan
-        if not 0 < radius < math.inf:
-            raise UserError(f"--eps {text}: the radius must be a number above 0, such as 128/255")
-        return radius
-    return parse_eps(text)
 
 
 def make_card(
@@ -183,7 +168,7 @@ def verify(path: Path, *, data_dir: Path | None = None, device: str = "auto") ->
         raise UserError(f"{path} has no saved examples; evaluate with --save-adversarial")
     try:
         source, settings, broken_by = card["subject"], card["settings"], card["broken_by"]
-        eps, norm = parse_radius(settings["eps"], settings["norm"]), settings["norm"]
+        eps, norm = parse_eps(settings["eps"], settings["norm"]), settings["norm"]
         file, saved = source["file"], path.parent / Path(card["adversarial"]).name
         checksums = source["sha256"], card["data"]["sha256"]
         options = {"model": source["model"], "data": source["data"]}
@@ -241,12 +226,3 @@ def read_examples(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Ten
                 yield name, torch.from_numpy(archive[f"{name}_rows"]), torch.from_numpy(archive[f"{name}_x"])
     except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         raise UserError(f"{path} is missing or damaged") from None
-
-
-def partial_folder_done(state: Path) -> None:
-    """The card is on the disk: what was kept to continue is not needed any more."""
-    (state / "state.json").unlink(missing_ok=True)  # first: what is left is of no evaluation
-    for file in state.glob("*"):
-        file.unlink()
-    if state.exists():
-        state.rmdir()

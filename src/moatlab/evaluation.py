@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moatlab import display, redflags
 from moatlab.attacks.draws import Draws
 from moatlab.attacks.ensemble import ENSEMBLES, LAST_ITERATE, Part, check_names, parts_of
-from moatlab.attacks.geometry import Norm
+from moatlab.attacks.geometry import USUAL_EPS, Norm
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating, full_precision
 from moatlab.data.batches import as_floats
@@ -25,8 +25,9 @@ from moatlab.errors import Interrupted, UserError
 from moatlab.interrupts import Caught, signals_caught
 from moatlab.partial import Partial
 from moatlab.randomness import key
+from moatlab.recipe import parse_eps
 from moatlab.redflags import Flag
-from moatlab.suitability import channels_last_copy, check_input, check_model, device_of
+from moatlab.suitability import channels_last_copy, check_input, check_model, check_norm, device_of
 
 STANDING, CLEAN = 0, 1  # verdicts; from 2 on, the number of the member attack that broke the example, plus 2
 CHUNK_IMAGES, CHUNK_BYTES = 1000, 2**26
@@ -72,15 +73,15 @@ def evaluate(
 
     x is float, (N, C, H, W), in [0, 1]; or bytes, (N, H, W, C), as data sets hold them. The model is evaluated in eval
     mode, in full precision, and is given back exactly as it was. The radius is 8/255 in L-inf and 128/255 in L2 unless
-    it is given. An example counts as broken only where this very model
-    misclassifies a point found in the ball.
+    it is given. An example counts as broken only where this very model misclassifies a point found in the ball.
 
     `examples` numbers the images within their data set (0, 1, ... if not given): random draws depend on the seed and
     that number alone, so that batches, chunks, order and shards change no draw. With `state`, a folder, an evaluation
     that was stopped goes on where it was; `identity` says what it must be an evaluation of.
     """
     names = check_names(attacks)
-    eps = {"linf": 8 / 255, "l2": 128 / 255}.get(norm, 0.0) if eps is None else eps
+    check_norm(norm)
+    eps = parse_eps(USUAL_EPS[norm], norm) if eps is None else eps
     check_input(x, y, eps, norm, examples)
     for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
         if size is not None and size < 1:
@@ -146,6 +147,7 @@ class _Job:
         self.chunk_size = chunk_size or usual
         self.sample = min(redflags.SAMPLE, usual, len(y))
         self.chunks = [slice(begin, begin + self.chunk_size) for begin in range(0, len(y), self.chunk_size)]
+        self.parts = {name: self.parts_of(name) for name in self.names}
         self.verdicts = {name: torch.zeros(len(y), dtype=torch.int8) for name in self.names}
         self.cost = {name: {"forwards": 0, "gradients": 0, "seconds": 0.0} for name in ["clean", *self.names]}
         self.clean_wrong = torch.zeros(len(y), dtype=torch.bool)
@@ -155,7 +157,7 @@ class _Job:
         chosen = self.x[which].to(self.device)
         return (as_floats(chosen) if chosen.dtype == torch.uint8 else chosen).contiguous()
 
-    def parts(self, name: str) -> list[Part]:
+    def parts_of(self, name: str) -> list[Part]:
         if name != AUDIT:
             return parts_of(name, eps=self.eps, norm=self.norm, classes=self.classes)
         members = ("cw50", "apgd-ce", "apgd-t") if self.classes >= 4 else ("cw50", "apgd-ce")
@@ -167,7 +169,7 @@ class _Job:
 
     def members(self, name: str) -> list[str]:
         """The attacks inside an attack, in order: what a verdict's number means."""
-        return list(dict.fromkeys(part.attack for part in self.parts(name)))
+        return list(dict.fromkeys(part.attack for part in self.parts[name]))
 
     # --- the loop
 
@@ -176,7 +178,7 @@ class _Job:
             Step(chunk, place, name, number, part)
             for chunk, place in enumerate(self.chunks)
             for name in self.names
-            for number, part in enumerate(self.parts(name))
+            for number, part in enumerate(self.parts[name])
         ]
         with _Progress(self, steps) as progress, signals_caught() if catch_signals else nullcontext(Caught()) as caught:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +60,8 @@ class Partial:
         name = None
         if points is not None:
             name = f"points-{state['step']}.npy"
-            self._write_array(name, points)
+            with atomic(self.folder / name) as file:
+                np.save(file, points.cpu().contiguous().numpy())
         write_json(self.folder / "state.json", {"identity": self.identity, **state, "points": name})
         for old in self.folder.glob("points-*.npy"):
             if old.name != name:
@@ -79,17 +81,18 @@ class Partial:
         with atomic(self.folder / f"found-{attack}-{place}.npz") as file:
             file.write(buffer.getbuffer())
 
-    def _write_array(self, name: str, values: Tensor) -> None:
-        assert self.folder is not None
-        with atomic(self.folder / name) as file:
-            np.save(file, values.cpu().contiguous().numpy())
-
 
 def pieces(folder: Path, attack: str) -> Iterator[Any]:
     """What was kept for an attack, in order: `rows` and `points`, each read only when it is asked for."""
     for path in sorted(folder.glob(f"found-{attack}-[0-9]*.npz")):
         with np.load(path) as piece:
             yield piece
+
+
+def discard(folder: Path) -> None:
+    """The result is on the disk: what was kept to continue is not needed any more."""
+    (folder / "state.json").unlink(missing_ok=True)  # first: what is left is of no evaluation
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _short(value: Any) -> str:

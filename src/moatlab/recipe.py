@@ -109,15 +109,17 @@ class Recipe(BaseModel):
         return tomli_w.dumps({"schema": SCHEMA, **fields})
 
 
-def parse_eps(text: str) -> float:
-    """The radius that `8/255` or `0.03` names, or a UserError."""
+def parse_eps(text: str, norm: str = "linf") -> float:
+    """The radius that `8/255` or `0.03` names, or a UserError. An L2 radius may be larger than 1."""
     above, slash, below = text.partition("/")
     try:
         eps = float(above) / float(below) if slash else float(above)
     except (ValueError, ZeroDivisionError):
         eps = math.nan
-    if 0 < eps < 1:
+    if 0 < eps < (math.inf if norm == "l2" else 1):
         return eps
+    if norm == "l2":
+        raise UserError(f"--eps {text}: the radius must be a number above 0, such as 128/255")
     hint = f"; did you mean {text.strip()}/255?" if 1 <= eps <= 255 else ", such as 8/255"
     raise UserError(f"--eps {text}: the radius must be a number between 0 and 1{hint}")
 

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moatlab.attacks.geometry import Norm
+from moatlab.attacks.geometry import USUAL_EPS, Norm
 from moatlab.data import Images, load_images
 from moatlab.display import warn
 from moatlab.errors import UserError
 from moatlab.models import BUILT_IN, build_model, read_weights, set_weights
 from moatlab.preparation import choose_device
 from moatlab.recipe import load_recipe, slug
-
-USUAL_EPS: dict[Norm, str] = {"linf": "8/255", "l2": "128/255"}
 
 
 @dataclass(frozen=True)

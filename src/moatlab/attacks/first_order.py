@@ -63,16 +63,15 @@ def strong_pgd(
     rows, x, y = side_by_side(1 if start is None else len(start) // len(x), x, y)
     z = x if start is None else project(start, x, eps, norm)
     for step in range(steps + 1):
-        gradient, logits = (
-            probe.gradient(z, y, loss=loss) if step < steps else (z, probe.logits(z))
-        )  # nothing follows the last
+        last = step == steps  # nothing follows it: logits are enough
+        gradient, logits = (z, probe.logits(z)) if last else probe.gradient(z, y, loss=loss)
         wrong = is_wrong(logits, y)
         if wrong.any():
             hits, standing = fallen(wrong, rows, len(found))
             found[rows[hits]] = z[hits]
             rows, x, y, z, gradient = (state[standing] for state in (rows, x, y, z, gradient))
-            if not len(rows):
-                break
+        if last or not len(rows):
+            break
         z = project(z + step_size * steepest(gradient, norm), x, eps, norm)
     return found
 

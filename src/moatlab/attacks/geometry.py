@@ -9,6 +9,7 @@ from torch import Tensor
 
 Norm = Literal["linf", "l2"]
 NORMS: tuple[Norm, ...] = ("linf", "l2")
+USUAL_EPS: dict[Norm, str] = {"linf": "8/255", "l2": "128/255"}
 TINY = 1e-12  # as in the reference code of AutoAttack, whose iterates ours equal
 
 
