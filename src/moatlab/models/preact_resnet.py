@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moatlab.models.convolution import Conv2d
+
 
 class Normalize(nn.Module):
     """(x - mean) / std as the model's first layer, so that the model takes images in [0, 1] and eps means pixels."""
@@ -33,15 +35,15 @@ class PreActBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, shortcut: str) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(inputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv1 = Conv2d(inputs, outputs, 3, stride, padding=1)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.conv2 = Conv2d(outputs, outputs, 3, padding=1)
         self.shortcut_sees_activation = shortcut == "activated"
         # oneDNN's weight gradient of a strided 1x1 convolution of few channels overruns its buffers (fewer than 8 in
         # PyTorch 2.13 with AVX2), so there the stride is taken by hand. Elsewhere the convolution's own is quicker.
         self.by_hand = stride if inputs < 16 else 1
         changes_shape = stride != 1 or inputs != outputs
-        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride // self.by_hand, bias=False) if changes_shape else None
+        self.shortcut = Conv2d(inputs, outputs, 1, stride // self.by_hand) if changes_shape else None
 
     def forward(self, x: Tensor) -> Tensor:
         activation = F.relu(self.bn1(x), inplace=True)
@@ -64,7 +66,7 @@ class PreActResNet18(nn.Module):
     ) -> None:
         super().__init__()
         self.normalize = Normalize(mean, std)
-        self.conv1 = nn.Conv2d(len(mean), width, 3, padding=1, bias=False)
+        self.conv1 = Conv2d(len(mean), width, 3, padding=1)
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         blocks = []
         for inputs, outputs, stride in zip(widths, widths[1:], (1, 2, 2, 2), strict=False):

@@ -1,0 +1,99 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+
+from moatlab.models import convolution
+from moatlab.models.convolution import Conv2d, weight_gradient
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 7),
+    channels=st.integers(1, 5),
+    outputs=st.integers(1, 5),
+    height=st.integers(3, 7),
+    width=st.integers(3, 7),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 2),
+    images_at_a_time=st.integers(1, 8),
+    channels_last=st.booleans(),
+)
+def test_the_weight_gradient_is_pytorchs_for_every_shape_layout_and_split(
+    count, channels, outputs, height, width, kernel, stride, padding, images_at_a_time, channels_last
+):
+    torch.manual_seed(0)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(count, channels, height, width, dtype=torch.float64).contiguous(memory_format=layout)
+    weight = torch.randn(outputs, channels, kernel, kernel, dtype=torch.float64, requires_grad=True)
+    answer = F.conv2d(x, weight, None, stride, padding)
+    above = torch.randn_like(answer)
+    (expected,) = torch.autograd.grad(answer, weight, above)
+    with pytest.MonkeyPatch.context() as patched:
+        one_image = 8 * answer.shape[2] * answer.shape[3] * channels * kernel**2
+        patched.setattr(convolution, "PATCH_BYTES", images_at_a_time * one_image)
+        torch.testing.assert_close(weight_gradient(x, above, kernel, stride, padding), expected)
+
+
+@pytest.fixture()
+def layer(monkeypatch):
+    """A small layer that goes by patches, and the calls of weight_gradient while it is used."""
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return weight_gradient(*arguments)
+
+    monkeypatch.setattr(convolution, "FEWEST_CHANNELS", 2)
+    monkeypatch.setattr(convolution, "weight_gradient", counted)
+    torch.manual_seed(0)
+    return Conv2d(2, 3, 3, stride=2, padding=1).double(), calls
+
+
+def test_first_and_second_derivatives_are_right(layer):
+    convolve, _ = layer
+    x = torch.randn(2, 2, 5, 5, dtype=torch.float64, requires_grad=True)
+
+    def function(x, weight):
+        return torch.func.functional_call(convolve, {"weight": weight}, (x,)).square()
+
+    assert gradcheck(function, (x, convolve.weight))
+    assert gradgradcheck(function, (x, convolve.weight))
+
+
+def test_the_weight_gradient_is_computed_only_where_it_is_asked_for(layer):
+    convolve, calls = layer
+    x = torch.randn(2, 2, 5, 5, dtype=torch.float64, requires_grad=True)
+    torch.autograd.grad(convolve(x).sum(), x)
+    assert not calls
+    torch.autograd.grad(convolve(x).sum(), [x, convolve.weight])
+    assert len(calls) == 1
+    convolve(x).sum().backward()
+    assert len(calls) == 2
+    convolve(x).sum().backward(inputs=[convolve.weight])
+    assert len(calls) == 3
+    convolve.weight.requires_grad_(False)
+    convolve(x).sum().backward()
+    assert len(calls) == 3
+
+
+def test_under_autocast_a_layer_is_pytorchs_own(layer):
+    convolve, calls = layer
+    convolve.float()
+    x = torch.randn(2, 2, 5, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        answer = convolve(x)
+        assert torch.equal(answer, F.conv2d(x, convolve.weight, None, 2, 1))
+    assert answer.dtype == torch.bfloat16
+    answer.sum().backward()
+    assert not calls
+    assert convolve.weight.grad.dtype == torch.float32
+
+
+def test_few_channels_and_single_pixels_are_left_to_pytorch():
+    assert not Conv2d(32, 64, 3).by_patches
+    assert not Conv2d(64, 64, 1).by_patches
+    assert Conv2d(64, 64, 3).by_patches
