@@ -38,7 +38,7 @@ def test_the_weight_gradient_is_pytorchs_for_every_shape_layout_and_split(
         torch.testing.assert_close(weight_gradient(x, above, kernel, stride, padding), expected)
 
 
-@pytest.fixture()
+@pytest.fixture
 def layer(monkeypatch):
     """A small layer that goes by patches, and the calls of weight_gradient while it is used."""
     calls = []

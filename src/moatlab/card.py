@@ -17,13 +17,14 @@ import torch
 from moatlab import display
 from moatlab.attacks.geometry import USUAL_EPS, Norm, distance
 from moatlab.attacks.losses import is_wrong
-from moatlab.attacks.probe import Probe, evaluating, full_precision
+from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
 from moatlab.environment import describe_environment
 from moatlab.errors import UserError
 from moatlab.evaluation import Evaluation, evaluate
 from moatlab.files import SCHEMA, atomic, read_json
 from moatlab.partial import discard, pieces
+from moatlab.precision import full_precision
 from moatlab.recipe import parse_eps
 from moatlab.subject import Subject, load_subject
 from moatlab.suitability import device_of

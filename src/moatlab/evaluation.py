@@ -18,12 +18,13 @@ from moatlab.attacks.draws import Draws
 from moatlab.attacks.ensemble import ENSEMBLES, LAST_ITERATE, Part, check_names, parts_of
 from moatlab.attacks.geometry import USUAL_EPS, Norm
 from moatlab.attacks.losses import is_wrong
-from moatlab.attacks.probe import Probe, evaluating, full_precision
+from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
 from moatlab.environment import keep_freed_memory
 from moatlab.errors import Interrupted, UserError
 from moatlab.interrupts import Caught, signals_caught
 from moatlab.partial import Partial
+from moatlab.precision import full_precision
 from moatlab.randomness import key
 from moatlab.recipe import parse_eps
 from moatlab.redflags import Flag

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from moatlab.attacks import Probe, fgsm, pgd
 from moatlab.attacks.first_order import uniform
-from moatlab.attacks.probe import evaluating, full_precision
+from moatlab.attacks.probe import evaluating
 from moatlab.data.batches import as_floats
 from moatlab.methods import Method
+from moatlab.precision import full_precision
 from moatlab.randomness import generator
 
 BATCH = 250

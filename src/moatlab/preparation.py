@@ -16,6 +16,7 @@ from moatlab.data.batches import Batches, as_floats
 from moatlab.errors import UserError
 from moatlab.methods import Method
 from moatlab.models import BUILT_IN, build_model, read_weights, set_weights, users_code
+from moatlab.precision import Autocast, choose_precision
 from moatlab.randomness import generator, key
 from moatlab.recipe import Recipe
 
@@ -34,7 +35,10 @@ class Session:
     watched_x: Tensor  # the images whose accuracies are measured after each epoch
     watched_y: Tensor
     model: nn.Module
+    precision: str
+    trained_model: nn.Module  # the same, in the precision that it is trained in
     optimizer: torch.optim.SGD
+    scaler: torch.amp.GradScaler  # keeps gradients in the range of fp16; does nothing otherwise
     description: dict[str, Any]  # goes into the model's file: enough to rebuild the model and to know its threat model
 
     @property
@@ -67,6 +71,8 @@ def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) ->
         weight_decay=recipe.weight_decay,
         fused=True,
     )
+    precision = choose_precision(recipe.precision, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     description = {
         "model": recipe.model, "arguments": arguments, "classes": classes, "class_names": list(images.classes),
         "image_shape": list(images.train_x.shape[1:]), "eps": recipe.eps, "norm": "linf",
@@ -81,7 +87,10 @@ def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) ->
         watched_x,
         watched_y,
         model,
+        precision,
+        model if precision == "fp32" else Autocast(model, precision),
         optimizer,
+        scaler,
         description,
     )
 

@@ -56,6 +56,10 @@ class Recipe(BaseModel):
     seed: int = Field(description="decides every random draw", ge=0, lt=2**63)
     threads: int = Field(description="CPU threads; other numbers give other last bits", ge=1, le=1024)
     device: str = Field(description="auto, cpu, cuda, cuda:1 or mps")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto",
+        description="what the model computes in, in attacks too; auto is bf16 on a GPU that has it, and fp32 elsewhere",
+    )
 
     @field_validator("method")
     @classmethod

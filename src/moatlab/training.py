@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from moatlab.errors import Interrupted, RunFailed, UserError
 from moatlab.interrupts import Caught, signals_caught
 from moatlab.monitor import PASSES as MONITOR_PASSES
 from moatlab.monitor import collapsed_at, measure
+from moatlab.precision import full_precision
 from moatlab.preparation import Session, prepare
 from moatlab.randomness import generator, key
 from moatlab.recipe import Recipe
@@ -54,7 +56,8 @@ def train(
         with torch.random.fork_rng():
             session = prepare(recipe, data_dir, continuing=folder.checkpoint.exists())
             last_step = session.total_steps if max_steps is None else min(max_steps, session.total_steps)
-            return Run(session, folder).until(last_step, checkpoint_every)
+            with full_precision() if session.precision == "fp32" else nullcontext():
+                return Run(session, folder).until(last_step, checkpoint_every)
     finally:
         torch.set_num_threads(threads)
 
@@ -89,13 +92,13 @@ class Run:
             status="running", method=recipe.method, cycle=str(session.method), epochs=recipe.epochs,
             steps_per_epoch=session.steps_per_epoch, setting=recipe.setting,
             planned=session.method.cost(recipe.epochs).as_dict(), counted=Progress().cost.as_dict(), data=data,
-            environment=describe_environment() | {"device": str(session.device)},
+            environment=environment_of(session),
         )  # fmt: skip
         self.folder.path.mkdir(parents=True, exist_ok=True)
         self.folder.write_recipe(recipe)
         self.folder.metrics.write_text("")
         self.folder.write_record(record)
-        save_checkpoint(self.folder.checkpoint, session.model, session.optimizer, Progress())
+        save_checkpoint(self.folder.checkpoint, session.model, session.optimizer, Progress(), session.scaler)
         return Progress(), record
 
     def _continue(self) -> tuple[Progress, RunRecord]:
@@ -104,11 +107,11 @@ class Run:
             raise UserError(
                 f"{session.recipe.data} is not the data that the run in {self.folder.path} was started with"
             )
-        progress = load_checkpoint(self.folder.checkpoint, session.model, session.optimizer)
+        progress = load_checkpoint(self.folder.checkpoint, session.model, session.optimizer, session.scaler)
         with self.folder.metrics.open("ab") as file:
             file.truncate(progress.metrics_bytes)
         record.status, record.message = "running", None
-        record.environment = describe_environment() | {"device": str(session.device)}
+        record.environment = environment_of(session)
         self.folder.write_record(record)
         display.note(f"continuing {self.folder.path} at step {progress.step} of {session.total_steps}")
         return progress, record
@@ -163,15 +166,17 @@ class Run:
         x, y = session.batches.at(step)
         torch.manual_seed(key(recipe.seed, "inside the model", step))  # dropout and the like
         draws = generator(recipe.seed, "stage", step, device=session.device)
-        model, classes = session.model, len(session.images.classes)
+        model, classes = session.trained_model, len(session.images.classes)
         context = Context(model, model, recipe.eps_value, draws, classes, recipe.bn_in_attack)
         loss = stage_loss(stage, context, x, y)
         session.optimizer.zero_grad(set_to_none=True)
-        loss.backward(inputs=self.trained)  # type: ignore[no-untyped-call]  # and no input that a stage left in the graph
+        # Trained are the parameters, and no input that a stage left in the graph.
+        session.scaler.scale(loss).backward(inputs=self.trained)  # type: ignore[no-untyped-call]
         self.watch_loss(loss.detach())
         for group in session.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
-        session.optimizer.step()
+        session.scaler.step(session.optimizer)
+        session.scaler.update()
         counted = self.meter.take()
         if counted != stage.step_cost:
             raise RunFailed(
@@ -266,7 +271,7 @@ class Run:
         session, self.progress.loss_sum = self.session, self.loss_sum.item()
         self.raise_if_not_finite()
         save_model(self.folder.model, session.model, session.description)
-        save_checkpoint(self.folder.checkpoint, session.model, session.optimizer, self.progress)
+        save_checkpoint(self.folder.checkpoint, session.model, session.optimizer, self.progress, session.scaler)
         self.describe(status, message)
 
     def describe(self, status: str, message: str | None = None) -> None:
@@ -301,6 +306,10 @@ class Run:
         """Called while accuracies are measured: shows how far that is, and lets ctrl-C through."""
         self.show_progress(images_watched)
         self.caught.raise_if_any()
+
+
+def environment_of(session: Session) -> dict[str, Any]:
+    return describe_environment() | {"device": str(session.device), "precision": session.precision}
 
 
 def announce(session: Session) -> None:

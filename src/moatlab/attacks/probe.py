@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,28 +118,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             model.train()  # some models do more than set a flag here
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Plain float32 inside: no autocast, and none of the shortened multiplications (TF32, bfloat16) on offer."""
-    switches = precision_switches()
-    before = [getattr(place, name) for place, name, _ in switches]
-    for place, name, value in switches:
-        setattr(place, name, value)
-    try:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            yield
-    finally:
-        for (place, name, _), value in zip(switches, before, strict=True):
-            setattr(place, name, value)
-
-
-def precision_switches() -> list[tuple[Any, str, Any]]:
-    """What to set, where, for plain float32. PyTorch must not be asked in its old way where it was told in its new."""
-    backends: Any = torch.backends
-    if not hasattr(backends.cuda.matmul, "fp32_precision"):
-        return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
-    cuda = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
-    cpu = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
-    return [(place, "fp32_precision", "ieee") for place in cuda + cpu]

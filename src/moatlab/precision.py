@@ -1,0 +1,76 @@
+"""Plain float32, or training in fewer bits: autocast around the model, with gradients kept in range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ATTACK_SCALE = 256.0  # what GradScaler starts with is 512 for an example of a batch of 128; attacks can't step back
+
+
+def choose_precision(name: str, device: torch.device) -> str:
+    if name != "auto":
+        return name
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
+class Autocast(nn.Module):
+    """A model that computes in bfloat16 or float16 and answers in the precision of its images.
+
+    float16 loses numbers below 6e-8 to zero, and an attack lives on the sign of small gradients: where the input is
+    differentiated, gradients are made larger while they are inside the model. The optimizer's own are scaled by
+    PyTorch's GradScaler (Micikevicius et al., 2018, "Mixed precision training").
+    """
+
+    def __init__(self, model: nn.Module, precision: str) -> None:
+        super().__init__()
+        self.model, self.dtype = model, DTYPES[precision]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = self.dtype == torch.float16 and x.requires_grad
+        inside = _ScaleGradient.apply(x, 1 / ATTACK_SCALE) if scaled else x  # type: ignore[no-untyped-call]
+        with torch.autocast(x.device.type, self.dtype):
+            answer = self.model(inside)
+        answer = answer.to(x.dtype)
+        return _ScaleGradient.apply(answer, ATTACK_SCALE) if scaled else answer  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Plain float32 inside: no autocast, and none of the shortened multiplications (TF32, bfloat16) on offer."""
+    switches = precision_switches()
+    before = [getattr(place, name) for place, name, _ in switches]
+    for place, name, value in switches:
+        setattr(place, name, value)
+    try:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        for (place, name, _), value in zip(switches, before, strict=True):
+            setattr(place, name, value)
+
+
+def precision_switches() -> list[tuple[Any, str, Any]]:
+    """What to set, where, for plain float32. PyTorch must not be asked in its old way where it was told in its new."""
+    backends: Any = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):
+        return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
+    cuda = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    cpu = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+    return [(place, "fp32_precision", "ieee") for place in cuda + cpu]

@@ -1,0 +1,104 @@
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moatlab.attacks import fgsm
+from moatlab.attacks.probe import Probe
+from moatlab.models.preact_resnet import PreActResNet18
+from moatlab.precision import Autocast, choose_precision
+from moatlab.recipe import make_recipe
+from moatlab.training import train
+
+
+def test_auto_is_full_precision_on_a_cpu():
+    assert choose_precision("auto", torch.device("cpu")) == "fp32"
+    assert choose_precision("bf16", torch.device("cpu")) == "bf16"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_model_in_fewer_bits_answers_and_steps_nearly_as_it_does_in_full(precision):
+    torch.manual_seed(0)
+    model = PreActResNet18(classes=10, width=8)
+    x, y = torch.rand(16, 3, 16, 16), torch.randint(10, (16,))
+    model(x)
+    model.eval()
+    short = Autocast(model, precision)
+    seen = []
+    model.conv1.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    answer = short(x)
+    assert seen == [{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]]
+    assert answer.dtype == torch.float32
+    torch.testing.assert_close(answer, model(x), atol=0.05, rtol=0.05)
+    whole, gradient = (Probe(which).gradient(x, y)[0] for which in (model, short))
+    assert gradient.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(gradient.flatten(1), whole.flatten(1)).median() > 0.99
+    same = (fgsm(short, x, y, eps=0.03) == fgsm(model, x, y, eps=0.03)).float().mean()
+    assert same > {"bf16": 0.9, "fp16": 0.97}[precision]
+
+
+def test_gradients_too_small_for_fp16_keep_their_sign():
+    class Faint(torch.nn.Module):
+        """Logits that hardly depend on the image: gradients below 6e-8, the smallest number of float16, inside."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(12, 2)
+
+        def forward(self, x):
+            return self.linear(x.flatten(1)).float() / 2e7
+
+    torch.manual_seed(0)
+    model, x, y = Faint(), torch.rand(64, 3, 2, 2), torch.zeros(64, dtype=torch.int64)
+    expected, _ = Probe(model).gradient(x, y)
+    kept, _ = Probe(Autocast(model, "fp16")).gradient(x, y)
+    assert torch.equal(kept.sign(), expected.sign())
+    torch.testing.assert_close(kept, expected, rtol=0.05, atol=1e-11)
+    plain = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        answer = model(plain)
+    torch.nn.functional.cross_entropy(answer, y, reduction="sum").backward()
+    assert not plain.grad.any()  # without the scale nothing is left
+
+
+@pytest.fixture
+def short(tiny):
+    """A recipe of 8 steps an epoch on images of 8x8."""
+
+    def recipe(precision):
+        fields = {"data": str(tiny), "width": 8, "epochs": 3, "batch_size": 8, "holdout": 16, "lr": 0.05}
+        return make_recipe("mixup | fast | pgd:2", preset="small", precision=precision, **fields)
+
+    return recipe
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_training_in_fewer_bits_counts_what_it_planned_keeps_float32_weights_and_resumes_to_the_same_bytes(
+    tmp_path, short, precision
+):
+    whole = train(short(precision), tmp_path / "whole")
+    assert whole.counted == whole.planned
+    assert whole.environment["precision"] == precision
+    for steps in (3, 17, None):
+        train(short(precision), tmp_path / "parts", resume=True, max_steps=steps)
+    bytes_of = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert bytes_of[0] == bytes_of[1]
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32, torch.int64}
+    train(short("auto"), tmp_path / "full")
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "full")
+    ]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], abs=0.1)
+
+
+def test_the_scale_of_fp16_gradients_is_part_of_a_checkpoint(tmp_path, short):
+    train(short("fp16"), tmp_path / "run")
+    content = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    skipped = math.log2(65536 / content["scaler"]["scale"])  # each overflow halves the scale
+    assert 0 <= skipped < 6
+    assert 24 - 6 <= content["scaler"]["_growth_tracker"] <= 24 - skipped  # steps since the last one
