@@ -39,6 +39,7 @@ FIELDS = {
     "seed": st.integers(0, 2**63 - 1),
     "threads": st.integers(1, 1024),
     "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1", "mps"]),
+    "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
 }
 recipes = st.fixed_dictionaries(FIELDS).map(lambda fields: Recipe(**fields))
 layered = sorted(FIELDS.keys() - {"method", "monitor", "std", "init"})

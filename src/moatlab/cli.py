@@ -302,6 +302,72 @@ def verify_command(card: Path, data_dir: Path | None, device: str, as_json: bool
         raise RunFailed(f"{card} does not hold: {len(failures)} failures")
 
 
+@cli.command("bench")
+@click.option("--model", default="preact_resnet18", show_default=True, help="or package.module:factory for your own")
+@click.option(
+    "--width", type=click.IntRange(8, 1024), default=64, show_default=True, help="channels of the first block"
+)
+@click.option("--batch-size", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--image-size", type=click.IntRange(min=8), default=32, show_default=True, help="pixels on a side")
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads  [default: PyTorch's]")
+@click.option("--device", default="auto", show_default=True)
+@click.option("--out", type=Path, default=Path("runs/bench"), show_default=True, help="The folder of the chart.")
+@json_option
+def bench_command(
+    model: str, width: int, batch_size: int, image_size: int, threads: int | None, device: str, out: Path,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """How near this machine runs to its limit, in two minutes or so.
+
+    The limit is a float32 matrix product. Against it: inference, an attack step (forward, and backward to the input)
+    and a training step (forward, backward, SGD) on random images. Then, on mini, epochs of some methods against the sum
+    of their passes: what data, draws, counting and saving cost.
+    """
+    from moatlab.bench import bench
+    from moatlab.files import write_json
+
+    out.mkdir(parents=True, exist_ok=True)
+    result = bench(
+        model=model, width=width, batch_size=batch_size, image_size=image_size, threads=threads, device=device
+    )
+    from moatlab.report.plots import plot_bench
+
+    plot_bench(out / "bench.png", result)
+    write_json(out / "bench.json", result)
+    if as_json:
+        print_json(result)
+    else:
+        print_bench(result)
+        click.echo(f"chart: {out / 'bench.png'}")
+
+
+def print_bench(result: dict[str, Any]) -> None:
+    environment, limit, memory = result["environment"], result["limit"], result["memory"]
+    click.echo(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["setting"].items()))
+    click.echo(
+        f"{environment['cpu']}, {limit['threads']} threads, {environment['device']}, torch {environment['torch']}"
+    )
+    click.echo(f"limit: {limit['gemm_gflops']:.0f} GFLOP/s, the best of 20 float32 products of 2048x2048 matrices")
+    if limit["median_gemm_gflops"] < 0.9 * limit["gemm_gflops"]:
+        click.echo(f"(their median was {limit['median_gemm_gflops']:.0f}: this machine is busy, or its speed varies)")
+    for name in ("inference", "attack_step", "training_step"):
+        row = result[name]
+        speed = f"{row['images_per_second']:>8.1f} images/s {row['gflops']:>7.1f} GFLOP/s"
+        share = f"{row['share_of_limit']:>4.0%} {stroke(row['share_of_limit'])}"
+        click.echo(f"{name.replace('_', ' '):<14}{speed} {share}")
+    click.echo("an epoch of mini, and what it takes beyond its passes:")
+    for method, row in result["epochs"].items():
+        click.echo(f"{method:<14}{row['seconds']:>8.1f} s {row['overhead']:>+8.1%} {stroke(row['overhead'])}")
+    click.echo(
+        f"memory: {memory['training_step_gib']:.2f} GiB at most, {memory['start_gib']:.2f} of it before the first step"
+    )
+
+
+def stroke(share: float) -> str:
+    """A bar of a chart: 30 characters are the whole."""
+    return "█" * round(30 * max(share, 0))
+
+
 @cli.group("data")
 def data_group() -> None:
     """The data sets: which there are, and how to get them."""

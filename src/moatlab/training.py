@@ -152,6 +152,7 @@ class Run:
             if progress.step >= last_step:
                 break
             self.step()
+            self.show_progress()
             if time.monotonic() - saved_at >= checkpoint_every:
                 self.save("running")
                 saved_at = time.monotonic()
@@ -188,7 +189,6 @@ class Run:
         seconds = time.perf_counter() - begun
         progress.epoch_seconds += seconds
         progress.train_seconds += seconds
-        self.show_progress()
 
     def watch_loss(self, loss: torch.Tensor) -> None:
         """Add up the loss and stop at one that is not finite: before the weights are touched where asking is cheap."""

@@ -77,5 +77,7 @@ def weight_gradient(x: Tensor, gradient: Tensor, kernel: int, stride: int, paddi
         n = min(images, count - begin)
         inner[:n].copy_(x[begin : begin + n])
         patches[:n].copy_(views[:n])
-        result.addmm_(patches[:n].view(-1, length).T, gradient[begin : begin + n].reshape(-1, outputs))
+        torch.addmm(
+            result, patches[:n].view(-1, length).T, gradient[begin : begin + n].reshape(-1, outputs), out=result
+        )
     return result.view(kernel, kernel, channels, outputs).permute(3, 2, 0, 1)

@@ -16,6 +16,34 @@ from moatlab.methods import parse_method
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442"]
 
 
+def plot_bench(path: Path, result: dict[str, Any]) -> None:
+    """Two bar charts of `moat bench`: steps against the machine's limit, epochs against the sum of their passes."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    steps = {name: result[name] for name in ("inference", "attack_step", "training_step")}
+    labels = [f"{name.replace('_', ' ')}\n{row['images_per_second']:,.0f} images/s" for name, row in steps.items()]
+    bars = left.barh(labels, [100 * row["share_of_limit"] for row in steps.values()], color=COLOURS[1])
+    left.bar_label(bars, fmt=" %.0f %%", fontsize=8)
+    left.axvline(100, color="#444444", linewidth=1)
+    left.set_xlim(right=max(115, left.get_xlim()[1]))
+    left.set_xlabel(f"% of the machine's {result['limit']['gemm_gflops']:.0f} GFLOP/s")
+    epochs = result["epochs"]
+    labels = [f"{method}\n{row['seconds']:.1f} s" for method, row in epochs.items()]
+    bars = right.barh(labels, [100 * row["overhead"] for row in epochs.values()], color=COLOURS[0])
+    right.axvline(0, color="#444444", linewidth=1)
+    right.set_xlim(right=max(15, right.get_xlim()[1]))
+    right.set_xlabel("% beyond the passes of an epoch of mini")
+    for axes in (left, right):
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+    setting = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["setting"].items())
+    environment = result["environment"]
+    machine = f"{environment['cpu']}, {result['limit']['threads']} threads, {environment['device']}"
+    figure.suptitle(f"{setting}; {machine}", fontsize=8, color="#444444")
+    with atomic(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+
+
 def plot_pgd7(path: Path, histories: dict[str, list[dict[str, Any]]], *, title: str, images: str) -> None:
     """PGD-7 accuracy over the epochs, a line for each method: figure 1 of the paper.
 

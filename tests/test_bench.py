@@ -1,0 +1,79 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from moatlab import bench
+from moatlab.models.preact_resnet import PreActResNet18
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    monkeypatch.setattr(bench, "STEPS", 1)
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+
+
+def test_the_bench_measures_steps_epochs_and_memory_and_draws_a_chart(moat, alone):
+    ended = moat("bench", "--width", 8, "--batch-size", 4, "--image-size", 8, "--json", "--out", "here")
+    assert ended.code == 0, ended.err
+    result = json.loads(ended.out)
+    assert result == json.loads((alone / "here" / "bench.json").read_text())
+    assert result["limit"]["gemm_gflops"] >= result["limit"]["median_gemm_gflops"] > 0
+    for name in ("inference", "attack_step", "training_step"):
+        row = result[name]
+        assert row["images_per_second"] > 0
+        assert row["gflops"] == pytest.approx(row["images_per_second"] * row["gflop_per_image"])
+        assert row["share_of_limit"] == pytest.approx(row["gflops"] / result["limit"]["gemm_gflops"])
+    assert list(result["epochs"]) == ["fgsm", "fast", "pgd:7", "moat:2", "imoat:2,5,8"]
+    for row in result["epochs"].values():
+        assert row["overhead"] == pytest.approx(row["seconds"] / row["passes_seconds"] - 1)
+    assert result["memory"]["training_step_gib"] >= result["memory"]["start_gib"] > 0
+    assert (alone / "here" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert not (alone / "runs").exists()
+
+
+def test_the_bench_prints_a_chart_that_fits_a_terminal(moat):
+    ended = moat("bench", "--width", 8, "--batch-size", 4, "--image-size", 8, "--threads", 1)
+    assert ended.code == 0, ended.err
+    for name in ("limit", "inference", "attack step", "training step", "imoat:2,5,8", "memory", "chart"):
+        assert any(line.startswith(name) for line in ended.out.splitlines()), name
+    assert max(map(len, ended.out.splitlines())) <= 110
+    assert torch.get_num_threads() > 0
+
+
+def test_a_model_of_ones_own_is_benched_too_and_one_that_does_not_fit_is_refused(moat, alone):
+    (alone / "own.py").write_text(
+        "import torch\n"
+        "def factory(classes):\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, classes))\n"
+    )
+    ended = moat("bench", "--model", "own:factory", "--image-size", 8, "--batch-size", 4, "--json")
+    assert ended.code == 0, ended.err
+    result = json.loads(ended.out)
+    assert result["inference"]["gflop_per_image"] == pytest.approx(2 * 192 * 10 / 1e9)
+    assert result["training_step"]["gflop_per_image"] == pytest.approx(2 * 2 * 192 * 10 / 1e9)  # no input gradient
+    ended = moat("bench", "--model", "own:factory", "--image-size", 9, "--batch-size", 4)
+    assert ended.code == 2
+    assert "(3, 9, 9)" in ended.err
+
+
+def test_operations_are_counted_as_written_out_for_a_convolution():
+    class Two(nn.Module):
+        """A convolution that goes by patches, and one that does not."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = PreActResNet18(classes=10, width=32)
+            self.wide, self.narrow = self.net.blocks[3].conv1, self.net.blocks[0].conv1
+
+        def forward(self, x):
+            wide = self.wide(x.repeat(1, 22, 1, 1)[:, :64])
+            return wide.mean((2, 3))[:, :10] + self.narrow(x.repeat(1, 11, 1, 1)[:, :32]).mean((2, 3))[:, :10]
+
+    x, y = torch.rand(2, 3, 5, 5), torch.tensor([0, 1])
+    forward = 2 * (64 * 64 + 32 * 32) * 9 * 25 / 1e9
+    counts = {name: bench.count_gigaflops(step) / 2 for name, step in bench.three_steps(Two(), x, y).items()}
+    assert counts["inference"] == pytest.approx(forward)
+    assert counts["attack_step"] == pytest.approx(2 * forward)
+    assert counts["training_step"] == pytest.approx(2 * forward)  # the images themselves need no gradient
