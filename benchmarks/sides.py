@@ -1,0 +1,48 @@
+"""What the benchmarks share: each side in a process of its own, taking turns; and one file of results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from moatlab.environment import describe_environment
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "speed.json"
+
+
+def start(work: Callable[..., None], name: str, *arguments: Any) -> Connection:
+    """A process that runs work(name, *arguments, pipe): it answers requests until it hears None."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    spawn.Process(target=work, args=(name, *arguments, there), daemon=True).start()
+    there.close()
+    return here
+
+
+def ask(pipe: Connection, request: Any) -> Any:
+    pipe.send(request)
+    return pipe.recv()
+
+
+def installed(package: str) -> bool:
+    if importlib.util.find_spec(package):
+        return True
+    print(f"{package} is not installed and is left out; `make bench-setup` installs it", file=sys.stderr)
+    return False
+
+
+def record(part: str, content: Any) -> None:
+    """Put what was measured into docs/results/speed.json, beside the other parts, with the machine it was made on."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[part] = {"measured": content, "environment": describe_environment()}
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
