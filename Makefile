@@ -4,7 +4,7 @@ SEED ?= 0
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup demo test parity clean
+.PHONY: setup demo test parity bench bench-setup clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -29,6 +29,19 @@ test: setup
 # Verdicts against the reference AutoAttack, written to docs/results/parity.json; about an hour on two cores.
 parity: setup
 	$(BIN)/python benchmarks/parity.py
+
+# The libraries that the benchmarks compare with; one that can't be had is left out by them.
+bench-setup: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers.txt || \
+	for peer in $$(grep -v '^#' benchmarks/peers.txt); do \
+	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps $$peer || echo "$$peer can't be had here"; done
+
+# Everything in docs/results/speed.json, side by side with the peers; about an hour on two cores.
+bench: bench-setup demo
+	$(BIN)/moat bench && $(BIN)/python benchmarks/sides.py runs/bench/bench.json
+	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/evaluation.py
 
 clean:
 	rm -rf .venv build dist

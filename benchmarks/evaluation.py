@@ -1,21 +1,20 @@
 """Evaluation against its peers, side by side in one run: the same model, images and radius, verdicts compared.
 
-PGD-50-10 against torchattacks and adv-lib, AutoAttack against pyautoattack (the reference): on a robust and on a
-collapsed model of the demo, and on the CIFAR-10 ResNet-18 that comes with pyautoattack. Each side has a process of its
-own (ours keeps freed memory, see `environment.keep_freed_memory`); they take turns, and the medians are compared. Peers
-get the model as they would from a user: contiguous, in eval mode. Ours is what `moatlab.evaluate` records for the
-attack, plain accuracy included and red flags (which peers do not look for) apart.
+PGD-50-10 against torchattacks, adv-lib and foolbox, AutoAttack against pyautoattack (the reference): on a robust and on
+a collapsed model of the demo, and on the CIFAR-10 ResNet-18 that comes with pyautoattack. Each side has a process of
+its own; they take turns, and the medians are compared. Peers get the model as they would from a user: contiguous, in
+eval mode. Ours is what `moatlab.evaluate` records for the attack, plain accuracy included and red flags (which peers do
+not look for) apart. Only ours keeps freed memory (`environment.keep_freed_memory`): that is part of what it does.
+`--keep-for-all` gives it to the peers too.
 
-    make demo && pip install --no-deps -r benchmarks/peers.txt
+    make demo && make bench-setup
     python benchmarks/evaluation.py [--runs runs/demo_s0] [--images 500] [--repeats 2] [--only pgd aa resnet]
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import multiprocessing
 import statistics
 import sys
 import time
@@ -26,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sides import RESULTS, ask, installed, record, start, tell
 from torch import Tensor, nn
 
 import moatlab
 from moatlab.data.batches import as_floats
-from moatlab.environment import describe_environment
+from moatlab.environment import keep_freed_memory
 from moatlab.models import read_weights
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "evaluation.json"
 BATCH = 250
 Attack = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 
@@ -53,8 +52,10 @@ def resnet18() -> tuple[nn.Module, Tensor, Tensor, float]:
     return model, as_floats(data.test_x[:16]).contiguous(), data.test_y[:16], 8 / 255
 
 
-def side(name: str, problem: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
+def side(name: str, keep: bool, problem: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
     """One side's process: at each request it runs once, and answers with its seconds and who stands."""
+    if keep:
+        keep_freed_memory()
     model, x, y, eps = problem(*arguments)
     while pipe.recv():
         if name in OURS.values():
@@ -94,6 +95,14 @@ def by_adv_lib(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
     return in_batches(attack, x, y)
 
 
+def by_foolbox(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
+    import foolbox
+
+    bounded = foolbox.PyTorchModel(model, bounds=(0, 1), device="cpu")
+    attack = foolbox.attacks.LinfPGD(steps=50, abs_stepsize=eps / 4, random_start=True).repeat(10)
+    return in_batches(lambda images, labels: attack(bounded, images, labels, epsilons=eps)[1], x, y)
+
+
 def by_pyautoattack(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
     from pyautoattack import AutoAttack
 
@@ -102,36 +111,26 @@ def by_pyautoattack(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tenso
 
 OURS = {"pgd": "pgd50", "aa": "aa"}
 PEERS: dict[str, Attack] = {
-    "torchattacks": by_torchattacks, "adv_lib": by_adv_lib, "pyautoattack": by_pyautoattack,
+    "torchattacks": by_torchattacks, "adv_lib": by_adv_lib, "foolbox": by_foolbox, "pyautoattack": by_pyautoattack,
 }  # fmt: skip
 
 
 def compare(
-    title: str, attack: str, problem: Callable[..., Any], arguments: tuple[Any, ...], repeats: int, bound: float
-) -> dict[str, Any]:
-    peers = ["torchattacks", "adv_lib"] if attack == "pgd" else ["pyautoattack"]
-    for peer in [peer for peer in peers if not importlib.util.find_spec(peer)]:
-        print(f"{peer} is not installed and is left out", file=sys.stderr)
-        peers.remove(peer)
+    title: str, attack: str, problem: Callable[..., Any], arguments: tuple[Any, ...], repeats: int, bound: float,
+    keep_for_all: bool,
+) -> dict[str, Any]:  # fmt: skip
+    peers = ["torchattacks", "adv_lib", "foolbox"] if attack == "pgd" else ["pyautoattack"]
+    peers = [peer for peer in peers if installed(peer)]
     ours = OURS[attack]
-    pipes = {}
-    spawn = multiprocessing.get_context("spawn")
-    for name in [*peers, ours]:
-        pipes[name], other_end = spawn.Pipe()
-        spawn.Process(target=side, args=(name, problem, arguments, other_end), daemon=True).start()
+    pipes = {name: start(side, name, keep_for_all, problem, arguments) for name in [*peers, ours]}
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
     stand: dict[str, Tensor] = {}
     for _ in range(repeats):
         for name, pipe in pipes.items():
-            pipe.send(True)
-            taken, stands = pipe.recv()
+            taken, stands = ask(pipe, True)
             seconds[name].append(taken)
             stand[name] = torch.tensor(stands)
-            print(
-                f"  {title}: {name} {taken:.1f} s, {100 * stand[name].float().mean():.1f} %",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell(f"  {title}: {name} {taken:.1f} s, {100 * stand[name].float().mean():.1f} %")
     for pipe in pipes.values():
         pipe.send(False)
     median = {name: statistics.median(times) for name, times in seconds.items()}
@@ -146,6 +145,7 @@ def compare(
         "what": title, "attack": ours, "images": len(stand[ours]), "seconds": seconds, "robust_percent": percent,
         "fastest_peer": fastest, "ratio": ratio, "bound": bound, "excess_points": excess,
         "verdicts_agree_percent": agree, "passes": ratio >= bound and excess <= 0.2 + 1e-6,
+        "freed_memory_kept_by": "all" if keep_for_all else "ours",
     }  # fmt: skip
 
 
@@ -155,21 +155,24 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=["pgd", "aa", "resnet"], default=["pgd", "aa", "resnet"])
+    parser.add_argument("--keep-for-all", action="store_true", help="freed memory is kept for the peers too")
     options = parser.parse_args()
     rows = []
+    keep = options.keep_for_all
     robust, collapsed = ((options.runs, name, options.images) for name in ("moat-2", "fgsm"))
     if "pgd" in options.only:
-        rows.append(compare("PGD-50-10, robust model", "pgd", of_the_demo, robust, options.repeats, 2.2))
-        rows.append(compare("PGD-50-10, collapsed model", "pgd", of_the_demo, collapsed, options.repeats, 20))
+        rows.append(compare("PGD-50-10, robust model", "pgd", of_the_demo, robust, options.repeats, 2.2, keep))
+        rows.append(compare("PGD-50-10, collapsed model", "pgd", of_the_demo, collapsed, options.repeats, 20, keep))
     if "aa" in options.only:
-        rows.append(compare("AutoAttack, collapsed model", "aa", of_the_demo, collapsed, options.repeats, 5))
-        rows.append(compare("AutoAttack, robust model", "aa", of_the_demo, robust, 1, 1.5))
+        rows.append(compare("AutoAttack, collapsed model", "aa", of_the_demo, collapsed, options.repeats, 5, keep))
+        rows.append(compare("AutoAttack, robust model", "aa", of_the_demo, robust, 1, 1.5, keep))
     if "resnet" in options.only:
-        rows.append(compare("AutoAttack, CIFAR-10 ResNet-18", "aa", resnet18, (), 1, 1.3))
-    kept = json.loads(OUT.read_text())["rows"] if OUT.exists() else []
+        rows.append(compare("AutoAttack, CIFAR-10 ResNet-18", "aa", resnet18, (), 1, 1.3, keep))
+    part = "evaluation" + (" (freed memory kept for all)" if keep else "")
+    before = json.loads(RESULTS.read_text()).get(part, {"measured": []}) if RESULTS.exists() else {"measured": []}
     measured = {row["what"] for row in rows}
-    kept = [row for row in kept if row["what"] not in measured]  # of an earlier run with other --only
-    OUT.write_text(json.dumps({"rows": kept + rows, "environment": describe_environment()}, indent=1) + "\n")
+    kept = [row for row in before["measured"] if row["what"] not in measured]  # of an earlier run with other --only
+    record(part, kept + rows)
     sys.exit(not all(row["passes"] for row in rows))
 
 
