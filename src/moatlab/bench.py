@@ -225,8 +225,8 @@ def all_passes(steps: dict[str, Step], attacks: int) -> None:
 def timed(step: Step, device: torch.device) -> float:
     begun = time.perf_counter()
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
     return time.perf_counter() - begun
 
 

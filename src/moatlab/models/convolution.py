@@ -71,13 +71,15 @@ def weight_gradient(x: Tensor, gradient: Tensor, kernel: int, stride: int, paddi
     views = padded.as_strided(
         patches.shape, (of_image, stride * of_row, stride * of_column, of_row, of_column, of_channel)
     )
+    matrix = patches.view(-1, length).T
     result = x.new_zeros(length, outputs)
-    x, gradient = x.permute(0, 2, 3, 1), gradient.permute(0, 2, 3, 1)
-    for begin in range(0, count, images):
-        n = min(images, count - begin)
-        inner[:n].copy_(x[begin : begin + n])
-        patches[:n].copy_(views[:n])
-        torch.addmm(
-            result, patches[:n].view(-1, length).T, gradient[begin : begin + n].reshape(-1, outputs), out=result
-        )
+    some = torch.split(x.permute(0, 2, 3, 1), images)
+    above = torch.split(gradient.permute(0, 2, 3, 1).reshape(-1, outputs), images * rows * columns)
+    for part, gradient_part in zip(some, above, strict=True):
+        if len(part) < images:  # the last ones
+            inner, patches, views = inner[: len(part)], patches[: len(part)], views[: len(part)]
+            matrix = patches.view(-1, length).T
+        inner.copy_(part)
+        patches.copy_(views)
+        torch.addmm(result, matrix, gradient_part, out=result)
     return result.view(kernel, kernel, channels, outputs).permute(3, 2, 0, 1)
