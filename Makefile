@@ -40,6 +40,7 @@ bench-setup: setup
 bench: bench-setup demo
 	$(BIN)/moat bench && $(BIN)/python benchmarks/sides.py runs/bench/bench.json
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/training.py --keep-for-all --part paper
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/evaluation.py
 

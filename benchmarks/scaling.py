@@ -9,7 +9,6 @@ images that stand to the end, so that nobody leaves. Lines are fitted by least s
 from __future__ import annotations
 
 import dataclasses
-import resource
 import statistics
 import tempfile
 import time
@@ -29,6 +28,7 @@ from moatlab.attacks import Probe
 from moatlab.attacks.auto_pgd import apgd
 from moatlab.attacks.probe import evaluating
 from moatlab.attacks.square_attack import square
+from moatlab.bench import peak_memory
 from moatlab.data.batches import Batches, as_floats
 from moatlab.environment import keep_freed_memory
 from moatlab.preparation import prepare
@@ -37,6 +37,7 @@ from moatlab.runfolder import RunFolder
 from moatlab.training import Run
 
 KS = range(1, 9)
+CPU = torch.device("cpu")
 FIXTURE = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "mini_moat2.safetensors"
 Numbers = Sequence[float]
 
@@ -45,10 +46,6 @@ def fit(x: Numbers, y: Numbers) -> dict[str, float]:
     slope, intercept = np.polyfit(x, y, 1)
     rest = np.asarray(y) - (intercept + slope * np.asarray(x))
     return {"slope": slope, "intercept": intercept, "r2": 1 - float(rest.var() / np.var(y))}
-
-
-def resident_gib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def epochs_against_k(repeats: int = 15) -> dict[str, Any]:
@@ -64,7 +61,7 @@ def epochs_against_k(repeats: int = 15) -> dict[str, Any]:
         run = Run(session, RunFolder(Path(folder)))
         for k in KS:  # memory first: what was at most in use can only grow
             timed_step(run, k, 0)
-            memory[k] = resident_gib()
+            memory[k] = peak_memory(CPU)
         for repeat in range(repeats):
             tell(f"  K, round {repeat + 1} of {repeats}")
             for k in KS:
@@ -96,7 +93,7 @@ def memory_side(name: str, pipe: Connection) -> None:
     keep_freed_memory()
     session = prepare(make_recipe("pgd:2"), None, continuing=False)
     pipe.recv()
-    before = resident_gib()
+    before = peak_memory(CPU)
     images = torch.randint(256, (int(name), 32, 32, 3), dtype=torch.uint8)
     labels = torch.randint(10, (int(name),))
     batches = Batches(images, labels, session.recipe.batch_size, True, 0)
@@ -104,7 +101,7 @@ def memory_side(name: str, pipe: Connection) -> None:
         run = Run(dataclasses.replace(session, batches=batches), RunFolder(Path(folder)))
         for step in range(4):
             timed_step(run, 1, step)
-    pipe.send({"data_gib": images.numel() / 2**30, "before_gib": before, "peak_gib": resident_gib()})
+    pipe.send({"data_gib": images.numel() / 2**30, "before_gib": before, "peak_gib": peak_memory(CPU)})
 
 
 def memory_against_data() -> list[dict[str, Any]]:

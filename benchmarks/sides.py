@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import moatlab
 from moatlab.environment import describe_environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "speed.json"
@@ -33,8 +34,22 @@ def ask(pipe: Connection, request: Any) -> Any:
 def installed(package: str) -> bool:
     if importlib.util.find_spec(package):
         return True
-    print(f"{package} is not installed and is left out; `make bench-setup` installs it", file=sys.stderr)
+    tell(f"{package} is not installed and is left out; `make bench-setup` installs it")
     return False
+
+
+def has_cifar10() -> bool:
+    try:
+        moatlab.load_images("cifar10")
+    except moatlab.UserError as error:
+        tell(f"CIFAR-10 is not here, and what needs it is left out ({error})")
+        return False
+    return True
+
+
+def recorded(part: str) -> Any:
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return results.get(part, {}).get("measured")
 
 
 def record(part: str, content: Any) -> None:

@@ -287,6 +287,7 @@ def test_the_audit_is_reported(moat, run_folder):
         (["--which", "first"], "last"),
         (["--data", "cifar1o"], "did you mean cifar10?"),
         (["--device", "cuda:99"], "--device"),
+        (["--device", "gpu"], "--device gpu"),
         (["--model", "nosuch"], "no model 'nosuch'"),
         (["--model", "json:loads"], "part of Python"),
         (["--attack", "aa"], "--attacks"),

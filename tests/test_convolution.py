@@ -80,6 +80,30 @@ def test_the_weight_gradient_is_computed_only_where_it_is_asked_for(layer):
     assert len(calls) == 3
 
 
+def test_transforms_of_torch_func_and_batches_of_gradients_work_as_with_pytorchs_own(layer):
+    convolve, _ = layer
+    x = torch.randn(2, 2, 5, 5, dtype=torch.float64)
+    plain = torch.nn.Conv2d(2, 3, 3, stride=2, padding=1, bias=False).double()
+    plain.load_state_dict(convolve.state_dict())
+
+    def of_the_weights(module):
+        def loss(parameters, image):
+            return torch.func.functional_call(module, parameters, (image[None],)).square().sum()
+
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+        return each({"weight": module.weight}, x)["weight"]
+
+    torch.testing.assert_close(of_the_weights(convolve), of_the_weights(plain))
+    torch.testing.assert_close(convolve(x[0]), plain(x[0]))  # one image, without a batch around it
+
+    def jacobian(module):
+        answer = module(x)
+        some = torch.eye(4, answer.numel(), dtype=torch.float64).view(4, *answer.shape)
+        return torch.autograd.grad(answer, module.weight, some, is_grads_batched=True)[0]
+
+    torch.testing.assert_close(jacobian(convolve), jacobian(plain))
+
+
 def test_under_autocast_a_layer_is_pytorchs_own(layer):
     convolve, calls = layer
     convolve.float()

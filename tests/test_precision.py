@@ -5,10 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moatlab import training
 from moatlab.attacks import fgsm
 from moatlab.attacks.probe import Probe
+from moatlab.errors import RunFailed
 from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.precision import Autocast, choose_precision
+from moatlab.preparation import prepare
 from moatlab.recipe import make_recipe
 from moatlab.training import train
 
@@ -61,6 +64,57 @@ def test_gradients_too_small_for_fp16_keep_their_sign():
         answer = model(plain)
     torch.nn.functional.cross_entropy(answer, y, reduction="sum").backward()
     assert not plain.grad.any()  # without the scale nothing is left
+
+
+def test_where_weights_are_differentiated_too_their_gradients_are_not_scaled():
+    """As in GradAlign, whose second derivatives reach the weights through the gradient at the input."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    x, y = torch.rand(16, 3, 2, 2, requires_grad=True), torch.zeros(16, dtype=torch.int64)
+
+    def second_derivatives(network):
+        loss = torch.nn.functional.cross_entropy(network(x), y, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), [*model.parameters()], allow_unused=True)
+
+    for short, whole in zip(second_derivatives(Autocast(model, "fp16")), second_derivatives(model), strict=True):
+        torch.testing.assert_close(short, whole, rtol=0.05, atol=0.02 * float(whole.abs().max()))
+
+
+def test_a_first_step_that_overflows_in_fp16_leaves_weights_and_momentum_as_they_were(short):
+    session = prepare(short("fp16"), None, continuing=False)
+    before = [parameter.detach().clone() for parameter in session.model.parameters()]
+    for parameter in session.model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    session.scaler.scale(torch.zeros(()))  # as the loss of a step would be
+    session.scaler.step(session.optimizer)
+    session.scaler.update()
+    for parameter, old in zip(session.model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+        assert not session.optimizer.state[parameter]["momentum_buffer"].any()
+
+
+def test_gradients_that_never_fit_into_fp16_end_the_run(tmp_path, short, monkeypatch):
+    monkeypatch.setattr(training, "SMALLEST_SCALE", 2**20)
+    with pytest.raises(RunFailed, match="bf16 or fp32"):
+        train(short("fp16"), tmp_path / "run")
+
+
+def test_a_model_that_cannot_run_in_fewer_bits_is_refused_before_anything_is_written(moat, alone, tiny):
+    (alone / "own.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, classes):\n"
+        "        super().__init__()\n"
+        "        self.linear = torch.nn.Linear(192, classes)\n"
+        "    def forward(self, x):\n"
+        "        z = self.linear(x.flatten(1))\n"
+        "        return z if z.dtype == torch.float32 else 1 / 0\n"
+    )
+    ended = moat("train", "fgsm", "--data", tiny, "--model", "own:Net", "--batch-size", 8, "--precision", "bf16")
+    assert ended.code == 2, ended.err
+    assert "own:Net" in ended.err
+    assert not (alone / "runs").exists()
 
 
 @pytest.fixture

@@ -216,7 +216,8 @@ def test_fused_sgd_after_a_resume_equals_plain_sgd(tmp_path):
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     path = tmp_path / "checkpoint.pt"
-    save_checkpoint(path, model, optimizer, Progress(step=1))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    save_checkpoint(path, model, optimizer, Progress(step=1), scaler)
     content = torch.load(path, weights_only=True)  # what a contiguous round trip would leave in the file
     content["momentum"] = [buffer.contiguous() for buffer in content["momentum"]]
     torch.save(content, path)
@@ -226,7 +227,7 @@ def test_fused_sgd_after_a_resume_equals_plain_sgd(tmp_path):
     weights = []
     for other, fused in ((resumed, True), (plain, False)):
         other_optimizer = sgd(other, fused)
-        assert load_checkpoint(path, other, other_optimizer) == Progress(step=1)
+        assert load_checkpoint(path, other, other_optimizer, scaler) == Progress(step=1)
         F.cross_entropy(other(x), y).backward()
         other_optimizer.step()
         weights.append([parameter.detach().clone() for parameter in other.parameters()])

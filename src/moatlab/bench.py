@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from moatlab.display import Bar, Pace
 from moatlab.environment import describe_environment, keep_freed_memory
 from moatlab.files import SCHEMA
 from moatlab.models import BUILT_IN, build_model, users_code
-from moatlab.precision import Autocast, choose_precision
+from moatlab.precision import DTYPES, Autocast, choose_precision, full_precision
 from moatlab.preparation import choose_device, prepare
 from moatlab.recipe import make_recipe
 from moatlab.runfolder import RunFolder
@@ -60,8 +61,9 @@ def bench(
     torch.set_num_threads(threads or threads_before)
     bar = Bar("bench", 2.0)
     try:
-        with torch.random.fork_rng(), bar:
-            chosen = choose_device(device)
+        chosen = choose_device(device)
+        in_full = full_precision() if choose_precision("auto", chosen) == "fp32" else nullcontext()
+        with torch.random.fork_rng(), bar, in_full:
             arguments = {"width": width} if model in BUILT_IN else {}
             net = build_model(model, classes=CLASSES, arguments=arguments).to(chosen)
             setting = {"model": model, **arguments, "batch_size": batch_size, "image_size": image_size}
@@ -91,11 +93,12 @@ def measure_steps(
     model: nn.Module, batch_size: int, image_size: int, device: torch.device, progress: Progress
 ) -> dict[str, Any]:
     """The limit and our three steps, in turns, so that all of them meet the same machine."""
-    x = torch.rand(batch_size, 3, image_size, image_size, device=device).contiguous(memory_format=torch.channels_last)
-    y = torch.randint(CLASSES, (batch_size,), device=device)
     memory = {"start_gib": peak_memory(device)}
     gigaflops = {}
-    with users_code(f"the model can't take images of shape {tuple(x.shape[1:])}"):
+    shape = (3, image_size, image_size)
+    with users_code(f"the model can't train on {batch_size} images of shape {shape} in {CLASSES} classes"):
+        x = torch.rand(batch_size, *shape, device=device).contiguous(memory_format=torch.channels_last)
+        y = torch.randint(CLASSES, (batch_size,), device=device)
         steps = three_steps(model, x, y)
         for name, step in steps.items():  # each needs more memory than the one before
             gigaflops[name] = count_gigaflops(step)
@@ -124,7 +127,7 @@ def measure_steps(
 
 
 def three_steps(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Step]:
-    """Inference as evaluation does it; the attack and the training step as training does them."""
+    """Inference in plain float32, in inference mode; the attack and the training step as training does them."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     still = copy.deepcopy(model).eval()
     precision = choose_precision("auto", x.device)
@@ -137,10 +140,18 @@ def three_steps(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Step]:
         sgd.step()
 
     return {
-        "inference": lambda: Probe(still, inference_mode=True).logits(x),
+        "inference": in_full_precision(lambda: Probe(still, inference_mode=True).logits(x)),
         "attack_step": lambda: Probe(trained).gradient(x, y),
         "training_step": train,
     }
+
+
+def in_full_precision(step: Step) -> Step:
+    def run() -> None:
+        with full_precision():
+            step()
+
+    return run
 
 
 def count_gigaflops(step: Step) -> float:
@@ -171,11 +182,11 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def machine_limits(device: torch.device) -> dict[str, tuple[float, Step]]:
     """GFLOP and the call: a float32 matrix product; on a GPU also a convolution in the precision of training."""
     left, right = torch.rand(2, SIZE, SIZE, device=device)
-    limits: dict[str, tuple[float, Step]] = {"gemm": (2 * SIZE**3 / 1e9, lambda: torch.mm(left, right))}
+    limits = {"gemm": (2 * SIZE**3 / 1e9, in_full_precision(lambda: torch.mm(left, right)))}
     if device.type == "cuda":
-        half = torch.bfloat16 if choose_precision("auto", device) == "bf16" else torch.float32
-        images = torch.rand(256, 256, 32, 32, device=device, dtype=half).contiguous(memory_format=torch.channels_last)
-        kernel = torch.rand(256, 256, 3, 3, device=device, dtype=half).contiguous(memory_format=torch.channels_last)
+        dtype = DTYPES[choose_precision("auto", device)]
+        images = torch.rand(256, 256, 32, 32, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        kernel = torch.rand(256, 256, 3, 3, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
         limits["convolution"] = (2 * images.numel() * 256 * 9 / 1e9, lambda: torch.conv2d(images, kernel, padding=1))
     return limits
 
@@ -225,8 +236,10 @@ def all_passes(steps: dict[str, Step], attacks: int) -> None:
 def timed(step: Step, device: torch.device) -> float:
     begun = time.perf_counter()
     step()
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
     return time.perf_counter() - begun
 
 

@@ -40,29 +40,28 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.SGD,
     progress: Progress,
-    scaler: torch.amp.GradScaler | None = None,
+    scaler: torch.amp.GradScaler,
 ) -> None:
     momentum = [optimizer.state[p].get("momentum_buffer") for p in model.parameters()]
     content = {
         "schema": SCHEMA,
         "model": model.state_dict(),
         "momentum": momentum,
-        "scaler": scaler.state_dict() if scaler else {},
+        "scaler": scaler.state_dict(),
         "progress": asdict(progress),
     }
     with atomic(path) as file:
         torch.save(content, file)
 
 
-def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler | None = None
-) -> Progress:
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler) -> Progress:
     """Put the weights, the momentum and the scale of fp16 gradients back and say where the run stood."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["schema"] != SCHEMA:
             raise UserError(f"{path} has schema {content['schema']}; this version of moatlab reads {SCHEMA}")
         weights, momentum, state = content["model"], content["momentum"], content["progress"]
+        scaler.load_state_dict(content["scaler"])
     except (
         OSError,
         RuntimeError,
@@ -78,8 +77,6 @@ def load_checkpoint(
     for parameter, buffer in zip(model.parameters(), momentum, strict=True):
         if buffer is not None:
             optimizer.state[parameter]["momentum_buffer"] = laid_out_like(parameter, buffer)
-    if scaler and content.get("scaler"):
-        scaler.load_state_dict(content["scaler"])
     state |= {name: Cost(**state[name]) for name in ("cost", "monitor_cost")}
     return Progress(**state)
 

@@ -10,20 +10,23 @@ import torch
 from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ATTACK_SCALE = 256.0  # what GradScaler starts with is 512 for an example of a batch of 128; attacks can't step back
+# GradScaler starts at 65536, which is 512 for an example in a batch of 128, and goes down where that overflows. An
+# attack can't try again, so it takes half of that.
+ATTACK_SCALE = 256.0
 
 
 def choose_precision(name: str, device: torch.device) -> str:
     if name != "auto":
         return name
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    # Not torch.cuda.is_bf16_supported(), which says yes to GPUs that only imitate it.
+    return "bf16" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
 
 
 class Autocast(nn.Module):
     """A model that computes in bfloat16 or float16 and answers in the precision of its images.
 
-    float16 loses numbers below 6e-8 to zero, and an attack lives on the sign of small gradients: where the input is
-    differentiated, gradients are made larger while they are inside the model. The optimizer's own are scaled by
+    float16 loses numbers below 6e-8 to zero, and an attack lives on the sign of small gradients: where the input alone
+    is differentiated, gradients are made larger while they are inside the model. Those of weights are scaled by
     PyTorch's GradScaler (Micikevicius et al., 2018, "Mixed precision training").
     """
 
@@ -32,7 +35,8 @@ class Autocast(nn.Module):
         self.model, self.dtype = model, DTYPES[precision]
 
     def forward(self, x: Tensor) -> Tensor:
-        scaled = self.dtype == torch.float16 and x.requires_grad
+        attacked = x.requires_grad and not any(parameter.requires_grad for parameter in self.model.parameters())
+        scaled = attacked and self.dtype == torch.float16
         inside = _ScaleGradient.apply(x, 1 / ATTACK_SCALE) if scaled else x  # type: ignore[no-untyped-call]
         with torch.autocast(x.device.type, self.dtype):
             answer = self.model(inside)

@@ -18,7 +18,7 @@ from moatlab.methods import Method
 from moatlab.models import BUILT_IN, build_model, read_weights, set_weights, users_code
 from moatlab.precision import Autocast, choose_precision
 from moatlab.randomness import generator, key
-from moatlab.recipe import Recipe
+from moatlab.recipe import Recipe, is_device
 
 TRAIN_SAMPLE = 1000  # training images watched where none are held out
 
@@ -63,7 +63,9 @@ def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) ->
     with users_code(f"--model {recipe.model} can't be moved to {device}"):
         model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.train()
-    check_model(model, recipe, as_floats(batches.x[:2]), classes)
+    precision = choose_precision(recipe.precision, device)
+    trained_model = model if precision == "fp32" else Autocast(model, precision)
+    check_model(trained_model, recipe, as_floats(batches.x[:2]), classes)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=recipe.lr,
@@ -71,7 +73,11 @@ def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) ->
         weight_decay=recipe.weight_decay,
         fused=True,
     )
-    precision = choose_precision(recipe.precision, device)
+    for parameter in model.parameters() if recipe.momentum else []:
+        # PyTorch leaves a new buffer unwritten where fp16 overflows in the first step. From zero, the first step is the
+        # same: momentum x 0 + gradient.
+        if parameter.requires_grad:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     description = {
         "model": recipe.model, "arguments": arguments, "classes": classes, "class_names": list(images.classes),
@@ -88,7 +94,7 @@ def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) ->
         watched_y,
         model,
         precision,
-        model if precision == "fp32" else Autocast(model, precision),
+        trained_model,
         optimizer,
         scaler,
         description,
@@ -96,6 +102,8 @@ def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) ->
 
 
 def choose_device(name: str) -> torch.device:
+    if not is_device(name):
+        raise UserError(f"--device {name}: should be auto, cpu, cuda, cuda:1 or mps")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

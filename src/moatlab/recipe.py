@@ -75,7 +75,7 @@ class Recipe(BaseModel):
     @field_validator("device")
     @classmethod
     def _device_has_a_known_form(cls, text: str) -> str:
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text):
+        if not is_device(text):
             raise ValueError("should be auto, cpu, cuda, cuda:1 or mps")
         return text
 
@@ -106,11 +106,16 @@ class Recipe(BaseModel):
             f"{self.data}, {self.model} width {self.width}, eps {self.eps} (L-inf), {self.epochs} epochs, "
             f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
             f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
+            + (f", {self.precision}" if self.precision not in ("auto", "fp32") else "")
         )
 
     def to_toml(self) -> str:
         fields = self.model_dump(mode="json", exclude_none=True)
         return tomli_w.dumps({"schema": SCHEMA, **fields})
+
+
+def is_device(text: str) -> bool:
+    return re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text) is not None
 
 
 def parse_eps(text: str, norm: str = "linf") -> float:

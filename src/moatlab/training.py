@@ -27,6 +27,7 @@ from moatlab.schedules import SCHEDULES
 from moatlab.stages import Context, stage_loss
 
 LOSS_CHECK_STEPS = 50  # how often an accelerator is asked whether a loss was NaN; the CPU is asked every step
+SMALLEST_SCALE = 1e-3  # of fp16 gradients; it begins at 65536 and is halved at each overflow
 ROW = "{:>5} {:<11} {:>7} {:>6} {:>6} {:>6} {:>6} {:>7} {:>8} {:>8}"
 
 
@@ -208,6 +209,10 @@ class Run:
         self.raise_if_bad()
         if not all(bool(torch.isfinite(tensor).all()) for tensor in self.finite_at_first):
             raise self.failure(f"the weights are no longer finite after {self.where(self.progress.step - 1)}")
+        if self.session.precision == "fp16" and self.session.scaler.get_scale() < SMALLEST_SCALE:
+            raise self.failure(
+                "the gradients do not fit into fp16, and steps are skipped: use --precision bf16 or fp32"
+            )
 
     def where(self, step: int) -> str:
         epoch = step // self.session.steps_per_epoch
