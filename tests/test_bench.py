@@ -12,6 +12,7 @@ from moatlab.models.preact_resnet import PreActResNet18
 def _short(monkeypatch):
     monkeypatch.setattr(bench, "STEPS", 1)
     monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(bench, "SIZE", 256)
 
 
 def test_the_bench_measures_steps_epochs_and_memory_and_draws_a_chart(moat, alone):
