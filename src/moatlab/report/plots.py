@@ -23,7 +23,7 @@ def plot_bench(path: Path, result: dict[str, Any]) -> None:
     steps = {name: result[name] for name in ("inference", "attack_step", "training_step")}
     labels = [f"{name.replace('_', ' ')}\n{row['images_per_second']:,.0f} images/s" for name, row in steps.items()]
     bars = left.barh(labels, [100 * row["share_of_limit"] for row in steps.values()], color=COLOURS[1])
-    left.bar_label(bars, fmt=" %.0f %%", fontsize=8)
+    left.bar_label(bars, fmt="%.0f %%", label_type="center", color="white")
     left.axvline(100, color="#444444", linewidth=1)
     left.set_xlim(right=max(115, left.get_xlim()[1]))
     left.set_xlabel(f"% of the machine's {result['limit']['gemm_gflops']:.0f} GFLOP/s")
@@ -32,7 +32,9 @@ def plot_bench(path: Path, result: dict[str, Any]) -> None:
     right.barh(labels, [100 * row["overhead"] for row in epochs.values()], color=COLOURS[0])
     right.axvline(0, color="#444444", linewidth=1)
     right.set_xlim(right=max(15, right.get_xlim()[1]))
-    right.set_xlabel("% beyond its passes, an epoch of mini (width 16)")
+    right.set_xlabel("% beyond its passes")
+    right.set_title("an epoch of mini, width 16", fontsize=9)
+    left.set_title("one step", fontsize=9)
     for axes in (left, right):
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
