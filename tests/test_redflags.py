@@ -37,7 +37,7 @@ def reference_accuracy(model, x, y, eps):
 )
 def test_a_planted_model_is_flagged_and_looks_no_more_robust_than_to_the_reference(plant, flag):
     inner = network(classes=10)
-    x, y = images(24, inner)
+    x, y = images(16, inner)
     model = Returns(plant(inner)).eval()
     result = evaluate(model, x, y, attacks=["aa"], eps=0.12)
     assert flag in names(result)
