@@ -35,8 +35,8 @@ class Autocast(nn.Module):
         self.model, self.dtype = model, DTYPES[precision]
 
     def forward(self, x: Tensor) -> Tensor:
-        attacked = x.requires_grad and not any(parameter.requires_grad for parameter in self.model.parameters())
-        scaled = attacked and self.dtype == torch.float16
+        scaled = self.dtype == torch.float16 and x.requires_grad
+        scaled = scaled and not any(parameter.requires_grad for parameter in self.model.parameters())
         inside = _ScaleGradient.apply(x, 1 / ATTACK_SCALE) if scaled else x  # type: ignore[no-untyped-call]
         with torch.autocast(x.device.type, self.dtype):
             answer = self.model(inside)
