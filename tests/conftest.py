@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from hypothesis import settings
-from PIL import Image
 
+from images_for_tests import tiny_images
 from moatlab import cli
 
 settings.register_profile("no hurry", deadline=None)  # another process may be using the machine
@@ -78,15 +77,7 @@ def moat_process(alone):
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Two classes of 8x8 images, dark and bright: 40 of each to train on and 10 of each to test."""
-    folder = tmp_path_factory.mktemp("data") / "tiny"
-    draws = np.random.default_rng(0)
-    for part, count in (("train", 40), ("test", 10)):
-        for name, low in (("dark", 0), ("bright", 128)):
-            (folder / part / name).mkdir(parents=True)
-            for number in range(count):
-                pixels = draws.integers(low, low + 128, (8, 8, 3), np.uint8)
-                Image.fromarray(pixels).save(folder / part / name / f"{number}.png")
-    return folder
+    return tiny_images(tmp_path_factory.mktemp("data") / "tiny")
 
 
 @pytest.fixture(scope="session")

@@ -315,16 +315,31 @@ def test_a_run_is_not_resumed_on_other_images(refuses, alone, stopped, tiny):
     refuses("train", *arguments, says="not the data")
 
 
-@pytest.mark.parametrize("name", ["checkpoint.pt", "run.json", "recipe.toml"])
-@pytest.mark.parametrize("left", ["half of it", "nothing", "no byte as it was"])
-def test_a_run_with_a_damaged_file_is_not_resumed_and_the_file_is_named(refuses, stopped, tiny_options, name, left):
-    content = (stopped / name).read_bytes()
+DAMAGE = ["half of it", "nothing", "no byte as it was"]
+
+
+def damage(path, left):
+    content = path.read_bytes()
     if left == "half of it":
         content = content[: len(content) // 2]
     else:
         content = b"" if left == "nothing" else bytes(255 - byte for byte in content)
-    (stopped / name).write_bytes(content)
-    refuses("train", "fgsm", *tiny_options, "--epochs", 2, "--out", stopped, "--resume", says=name)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("left", DAMAGE)
+def test_a_run_with_a_damaged_recipe_is_not_resumed_and_the_file_is_named(refuses, stopped, tiny_options, left):
+    damage(stopped / "recipe.toml", left)
+    refuses("train", "fgsm", *tiny_options, "--epochs", 2, "--out", stopped, "--resume", says="recipe.toml")
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pt", "run.json"])
+@pytest.mark.parametrize("left", DAMAGE)
+def test_a_damaged_file_that_can_be_replaced_is_named_and_the_run_goes_on(moat, stopped, tiny_options, name, left):
+    damage(stopped / name, left)
+    code, _, err = moat("train", "fgsm", *tiny_options, "--epochs", 2, "--out", stopped, "--resume")
+    assert code == 0, err
+    assert name in err.splitlines()[0], err
 
 
 # --- models

@@ -39,9 +39,9 @@ def run_folder(alone):
 
 
 def timeless(card):
-    """A card without what a clock says."""
+    """A card without what a clock says, and without the checksum over that."""
     if isinstance(card, dict):
-        return {name: timeless(value) for name, value in card.items() if name != "seconds"}
+        return {name: timeless(value) for name, value in card.items() if name not in ("seconds", "checksum")}
     return [timeless(value) for value in card] if isinstance(card, list) else card
 
 
@@ -87,9 +87,7 @@ def test_the_python_function_gives_the_numbers_of_the_card(moat, run_folder):
 def test_json_prints_the_card_and_nothing_else(moat, model_file):
     code, out, _ = moat("eval", model_file, "--n", 20, "--attacks", "fgsm", "--json")
     assert code == 0
-    assert {"schema": 1, **json.loads(out)} == json.loads(
-        model_file.with_name("fgsm.safetensors.eval.json").read_text()
-    )
+    assert json.loads(out) == json.loads(model_file.with_name("fgsm.safetensors.eval.json").read_text())
 
 
 def test_saved_examples_are_verified_and_a_forged_one_is_caught(moat, run_folder):

@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import io
 import json
@@ -172,7 +173,7 @@ def files_below(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {".lock"}
 
 
-CACHED = {f"cifar-10-batches-bin/{stem}.bin" for stem in STEMS}
+CACHED = {f"cifar-10-batches-bin/{name}" for name in (*(f"{stem}.bin" for stem in STEMS), "SHA256SUMS")}
 
 
 def test_an_archive_in_the_data_folder_is_unpacked_into_the_cache_once(tmp_path, official):
@@ -213,7 +214,46 @@ def test_links_in_an_archive_are_not_followed(tmp_path, official):
         link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "secret")
         tar.addfile(link)
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(official(file.getvalue()))
-    assert list(get_images_folder("cifar10", tmp_path).iterdir()) == []
+    assert [path.name for path in get_images_folder("cifar10", tmp_path).iterdir()] == ["SHA256SUMS"]
+
+
+def test_an_archive_that_unpacks_to_far_too_much_is_not_read_on(tmp_path, official):
+    """A kilobyte of gzip can hold a gigabyte of zeros."""
+    file = io.BytesIO()
+    with gzip.GzipFile(fileobj=file, mode="wb") as zipped:
+        header = tarfile.TarInfo("cifar-10-batches-bin/data_batch_1.bin")
+        header.size = 2**40
+        zipped.write(header.tobuf())
+        zipped.write(bytes(10_000_000))
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(official(file.getvalue()))
+    with pytest.raises(UserError, match="far more than it should"):
+        get_images_folder("cifar10", tmp_path)
+    assert not (tmp_path / "cache" / "moatlab" / "cifar-10-batches-bin").exists()
+
+
+def test_a_flipped_bit_in_the_cache_is_found(tmp_path, official):
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(official(tar_bytes(tiny_cifar10())))
+    path = get_images_folder("cifar10", tmp_path) / "data_batch_1.bin"
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"data_batch_1\.bin is damaged: its checksum"):
+        load_images("cifar10", tmp_path)
+
+
+def test_a_redirection_away_from_https_is_refused(tmp_path, monkeypatch):
+    class Answer(io.BytesIO):
+        status, headers, url = 200, {}, "http://example.org/archive.tar.gz"
+
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_arguments, **_options: Answer(b"x"))
+    with pytest.raises(SourceError, match="not https"):
+        download("https://example.org/archive.tar.gz", tmp_path / "archive.tar.gz", md5(b"x"))
+    assert not (tmp_path / "archive.tar.gz").exists()
+
+
+def test_every_archive_comes_over_https_and_has_a_checksum():
+    specs = [spec for name, spec in SPECS.items() if name != "mini"]
+    assert all(spec.url.startswith("https://") and len(spec.md5) == 32 for spec in specs)
 
 
 def test_an_archive_completes_a_cache_that_lacks_files(tmp_path, official):

@@ -6,11 +6,20 @@ from hypothesis import strategies as st
 
 from moatlab.data.batches import as_floats
 from moatlab.methods import parse_method
-from moatlab.monitor import collapsed_at, measure
+from moatlab.monitor import collapsed_at as collapsed_at_checks
+from moatlab.monitor import judge, measure
 from moatlab.randomness import generator, key
 from models_for_tests import small_network
 
 ONE_STAGE, CYCLE = parse_method("fgsm"), parse_method("moat:2")
+
+
+def comparable(values, method):
+    return [(epoch + 1, value) for epoch, value in enumerate(values) if method.ends_cycle(epoch)]
+
+
+def collapsed_at(values, method):
+    return collapsed_at_checks(comparable(values, method))
 
 
 def images(count):
@@ -25,22 +34,27 @@ def test_accuracies_equal_attacks_written_out():
     x, y = images(251)  # two blocks, the second of a single image
     measured = measure(model, x, y, eps=eps, seed=seed)
     model.eval()
-    right = {"clean": 0, "fgsm": 0, "pgd7": 0}
+    right, cosines = {"clean": 0, "fgsm": 0, "pgd7": 0}, []
     for block, begin in enumerate((0, 250)):
         floats, labels = as_floats(x[begin : begin + 250]), y[begin : begin + 250]
 
-        def step(point, size, floats=floats, labels=labels):
+        def gradient(point, labels=labels):
             point = point.clone().requires_grad_()
             F.cross_entropy(model(point), labels, reduction="sum").backward()
-            moved = point.detach() + size * point.grad.sign()
+            return point.grad
+
+        def step(point, size, floats=floats, gradient=gradient):
+            moved = point + size * gradient(point).sign()
             return torch.minimum(torch.maximum(moved, floats - eps), floats + eps).clamp(0, 1)
 
         noise = torch.empty_like(floats).uniform_(-eps, eps, generator=generator(seed, "monitor", block))
         iterate = (floats + noise).clamp(0, 1)
+        cosines += F.cosine_similarity(gradient(floats).flatten(1), gradient(iterate).flatten(1)).tolist()
         for _ in range(7):
             iterate = step(iterate, eps / 4)
         for name, examples in (("clean", floats), ("fgsm", step(floats, eps)), ("pgd7", iterate)):
             right[name] += (model(examples).argmax(1) == labels).sum().item()
+    assert measured.pop("alignment") == pytest.approx(sum(cosines) / 251, abs=1e-5)
     assert measured == pytest.approx({name: count / 251 for name, count in right.items()}, abs=1.5 / 251)
 
 
@@ -83,12 +97,55 @@ def test_the_first_epoch_alone_is_no_collapse():
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=12), st.sampled_from([ONE_STAGE, CYCLE]))
 def test_collapse_is_what_its_definition_says(values, method):
-    checks = [(epoch + 1, value) for epoch, value in enumerate(values) if method.ends_cycle(epoch)]
+    checks = comparable(values, method)
     floor = max(0.05, max((value for _, value in checks), default=0) / 3)
     candidates = [
         epoch for epoch, _ in checks if epoch >= 2 and all(value < floor for later, value in checks if later >= epoch)
     ]
     assert collapsed_at(values, method) == min(candidates, default=None)
+
+
+def checks(*rows):
+    return [dict(zip(("fgsm", "pgd7", "alignment"), row, strict=True)) for row in rows]
+
+
+HEALTHY = (0.25, 0.20, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("last", "verdict"),
+    [
+        ((0.24, 0.18, 0.7), "good"),
+        ((0.15, 0.11, 0.7), "good"),  # above half of the best: a bad epoch
+        ((0.13, 0.07, 0.7), "low"),  # fallen, but neither a gap nor a bent loss
+        ((0.40, 0.07, 0.7), "collapsed"),  # the gap alone
+        ((0.12, 0.07, 0.2), "collapsed"),  # the alignment alone: fast collapses so
+        ((0.45, 0.00, 0.05), "collapsed"),
+    ],
+)
+def test_an_alarm_needs_a_fall_and_a_loss_that_is_bent(last, verdict):
+    assert judge(checks(HEALTHY, HEALTHY, last)) == verdict
+
+
+def test_what_was_never_robust_has_nothing_to_lose():
+    assert judge(checks((0.30, 0.01, 0.1), (0.30, 0.0, 0.1))) == "good"
+
+
+def test_the_first_check_is_no_alarm():
+    assert judge(checks((0.30, 0.02, 0.3))) == "good"
+    assert judge(checks((0.30, 0.06, 0.3))) == "good"
+
+
+def test_robustness_is_back_when_half_of_its_best_is():
+    fallen = (0.4, 0.01, 0.1)
+    assert judge(checks(HEALTHY, fallen, (0.14, 0.09, 0.6))) == "low"
+    assert judge(checks(HEALTHY, fallen, (0.14, 0.10, 0.6))) == "good"
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 1)] * 2, st.floats(-1, 1)), min_size=1, max_size=9))
+def test_a_best_check_is_never_an_alarm(rows):
+    best = max(row[1] for row in rows)
+    assert judge(checks(*rows, (1.0, best, -1.0))) == "good"
 
 
 def test_keys_are_fixed_for_ever_and_share_nothing_between_neighbours():

@@ -40,6 +40,10 @@ FIELDS = {
     "threads": st.integers(1, 1024),
     "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1", "mps"]),
     "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
+    "on_collapse": st.sampled_from(["warn", "stop", "rollback", "heal"]),
+    "then": st.sampled_from(["pgd:2", "pgd:5", "pgd:2 | pgd:7"]),
+    "on_nan": st.sampled_from(["stop", "skip"]),
+    "deterministic": st.booleans(),
 }
 recipes = st.fixed_dictionaries(FIELDS).map(lambda fields: Recipe(**fields))
 layered = sorted(FIELDS.keys() - {"method", "monitor", "std", "init"})
@@ -64,9 +68,10 @@ def test_any_recipe_is_read_back_from_its_file(recipe):
 
 @given(st.sampled_from(sorted(PRESETS)), st.fixed_dictionaries(FIELDS))
 def test_the_recipe_file_of_a_run_makes_the_same_recipe_again(preset, fields):
+    fields["on_collapse"] = "warn" if fields["monitor"] == "test" else fields["on_collapse"]
     recipe = make_recipe(preset=preset, **fields)
     with TemporaryDirectory() as folder:
-        assert make_recipe(file=written(folder, recipe.to_toml())) == recipe
+        assert make_recipe(file=written(folder, recipe.to_toml()), trust_model_code=True) == recipe
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -81,7 +86,8 @@ def test_the_file_of_a_gradalign_run_keeps_its_weight_whatever_preset_it_came_fr
 @given(st.sampled_from(sorted(PRESETS)), some_fields, some_fields)
 def test_options_win_over_the_file_and_the_file_over_the_preset(preset, in_file, options):
     with TemporaryDirectory() as folder:
-        recipe = make_recipe("moat:2", preset=preset, file=written(folder, tomli_w.dumps(in_file)), **options)
+        file = written(folder, tomli_w.dumps(in_file))
+        recipe = make_recipe("moat:2", preset=preset, file=file, trust_model_code=True, **options)
     expected = PRESETS[preset] | in_file | options
     for name in layered:
         if name in expected:
@@ -236,6 +242,29 @@ def test_a_field_out_of_its_range_is_refused_by_the_name_of_its_option(option, v
 def test_watching_held_out_images_needs_some():
     with pytest.raises(UserError, match="--holdout"):
         make_recipe("moat:2", monitor="holdout", holdout=0)
+
+
+@pytest.mark.parametrize("policy", ["stop", "rollback", "heal"])
+def test_test_images_may_be_watched_but_not_decide_how_a_run_goes(policy):
+    make_recipe("fgsm", monitor="test")
+    with pytest.raises(UserError, match="test images decide"):
+        make_recipe("fgsm", monitor="test", on_collapse=policy)
+
+
+@pytest.mark.parametrize("then", ["fast", "moat:2", "pgd:2 | fgsm"])
+def test_only_multi_step_stages_heal(then):
+    make_recipe("fgsm", on_collapse="rollback", then=then)
+    with pytest.raises(UserError, match="multi-step"):
+        make_recipe("fgsm", on_collapse="heal", then=then)
+
+
+def test_a_file_that_names_a_model_of_somebodys_own_needs_to_be_trusted(tmp_path):
+    path = written(tmp_path, 'method = "fgsm"\nmodel = "theirs:net"')
+    with pytest.raises(UserError, match=r"theirs:net.*--trust-model-code"):
+        make_recipe(file=path)
+    assert make_recipe(file=path, trust_model_code=True).model == "theirs:net"
+    assert make_recipe(file=path, model="mine:net").model == "mine:net"
+    assert make_recipe("fgsm", model="mine:net").model == "mine:net"
 
 
 def test_a_field_that_a_recipe_lacks_is_refused():

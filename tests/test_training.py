@@ -1,6 +1,7 @@
 """Real runs: counted costs, equal bits, interruptions."""
 
 import copy
+import io
 import json
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import torch.nn.functional as F
 import moatlab
 import models_for_tests
 from moatlab import methods, stages
-from moatlab.checkpoint import Progress, laid_out_like, load_checkpoint, save_checkpoint
+from moatlab.checkpoint import Progress, laid_out_like, load_checkpoint, save_checkpoint, seal
 from moatlab.cost import Cost
 from moatlab.errors import RunFailed, UserError
+from moatlab.files import read_json, write_json
 from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.preparation import split
 from moatlab.recipe import make_recipe
@@ -168,9 +170,9 @@ def test_lines_written_after_the_last_checkpoint_are_neither_doubled_nor_torn(sm
 def test_other_images_under_the_same_name_are_not_trained_on(small, tmp_path):
     recipe = small("fgsm")
     train(recipe, tmp_path / "run", max_steps=2)
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record = read_json(tmp_path / "run" / "run.json")
     record["data"]["sha256"] = "0" * 64
-    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    write_json(tmp_path / "run" / "run.json", record)
     with pytest.raises(UserError, match="is not the data"):
         train(recipe, tmp_path / "run", resume=True)
 
@@ -220,7 +222,9 @@ def test_fused_sgd_after_a_resume_equals_plain_sgd(tmp_path):
     save_checkpoint(path, model, optimizer, Progress(step=1), scaler)
     content = torch.load(path, weights_only=True)  # what a contiguous round trip would leave in the file
     content["momentum"] = [buffer.contiguous() for buffer in content["momentum"]]
-    torch.save(content, path)
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    path.write_bytes(seal(buffer.getvalue()))
 
     resumed = PreActResNet18(classes=10, width=8).to(memory_format=torch.channels_last)
     plain = PreActResNet18(classes=10, width=8)
@@ -246,15 +250,44 @@ def test_momentum_takes_the_strides_of_its_parameter():
     assert torch.equal(copied, buffer)
 
 
-def test_a_damaged_checkpoint_is_named_and_nothing_is_changed(small, tmp_path):
-    recipe = small("fgsm")
-    train(recipe, tmp_path / "run", max_steps=2)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_leads_to_the_same_bits(small, tmp_path, capsys):
+    recipe = small("moat:2")
+    train(recipe, tmp_path / "whole")
+    train(recipe, tmp_path / "run", max_steps=11)
     checkpoint = tmp_path / "run" / "checkpoint.pt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
+    train(recipe, tmp_path / "run", resume=True)
+    assert "checkpoint.pt can't be read" in capsys.readouterr().err
+    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+
+
+def test_where_both_checkpoints_are_damaged_nothing_is_changed(small, tmp_path):
+    recipe = small("fgsm")
+    train(recipe, tmp_path / "run", max_steps=2)
+    for name in ("checkpoint.pt", "checkpoint_previous.pt"):
+        (tmp_path / "run" / name).write_bytes(b"PK")
     record = (tmp_path / "run" / "run.json").read_bytes()
-    with pytest.raises(UserError, match=r"checkpoint\.pt can't be read"):
+    with pytest.raises(UserError, match=r"checkpoint\.pt can't be read.*checkpoint_previous\.pt can't be read"):
         train(recipe, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "run.json").read_bytes() == record
+
+
+def test_a_checkpoint_of_another_run_is_not_continued(small, tmp_path, capsys):
+    train(small("fgsm"), tmp_path / "whole")
+    train(small("fgsm"), tmp_path / "run", max_steps=9)
+    train(small("fgsm", lr=0.01), tmp_path / "other", max_steps=12)
+    (tmp_path / "other" / "checkpoint.pt").replace(tmp_path / "run" / "checkpoint.pt")
+    train(small("fgsm"), tmp_path / "run", resume=True)
+    assert "of another run" in capsys.readouterr().err
+    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+
+
+def test_a_run_that_has_lost_its_checkpoints_is_not_begun_anew_over_what_is_left(small, tmp_path):
+    train(small("fgsm"), tmp_path / "run", max_steps=9)
+    for path in (tmp_path / "run").glob("checkpoint*"):
+        path.unlink()
+    with pytest.raises(UserError, match="lost its checkpoint"):
+        train(small("fgsm"), tmp_path / "run", resume=True)
 
 
 def test_weights_that_are_no_longer_finite_never_replace_a_good_checkpoint(small, tmp_path):

@@ -20,10 +20,11 @@ from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
 from moatlab.environment import describe_environment
-from moatlab.errors import UserError
+from moatlab.errors import UserError, needs_trust
 from moatlab.evaluation import Evaluation, evaluate
-from moatlab.files import SCHEMA, atomic, read_json
-from moatlab.partial import discard, pieces
+from moatlab.files import atomic, read_json_and_check, remove_leftovers, with_checksum
+from moatlab.models import BUILT_IN
+from moatlab.partial import discard, for_one_process, pieces
 from moatlab.precision import full_precision
 from moatlab.recipe import parse_eps
 from moatlab.subject import Subject, load_subject
@@ -61,21 +62,24 @@ def evaluate_subject(
         "device": environment["device"],
     }  # fmt: skip
     state = subject.card.with_name(subject.card.name.removesuffix(".json") + ".partial")
-    result = evaluate(
-        subject.model, images.test_x[:count], images.test_y[:count], attacks=attacks, eps=parse_eps(radius, norm),
-        norm=norm, seed=seed, batch_size=batch_size, audit=audit, keep_adversarial=save_adversarial,
-        state=state, identity=identity,
-    )  # fmt: skip
     saved = subject.card.with_name(subject.card.name.removesuffix(".json") + "_adversarial.npz")
-    if save_adversarial:
-        height, width, channels = images.test_x.shape[1:]
-        attacked = [name for name in result.broken_by if name != "clean"]
-        write_examples(saved, state, attacked, (channels, height, width))
-    card = make_card(result, subject, radius, environment, saved.name if save_adversarial else None)
-    write_card(subject.card, card)
-    if not save_adversarial:
-        saved.unlink(missing_ok=True)  # of an earlier card
-    discard(state)
+    with for_one_process(state):
+        for path in (subject.card, saved):
+            remove_leftovers(path)
+        result = evaluate(
+            subject.model, images.test_x[:count], images.test_y[:count], attacks=attacks, eps=parse_eps(radius, norm),
+            norm=norm, seed=seed, batch_size=batch_size, audit=audit, keep_adversarial=save_adversarial,
+            state=state, identity=identity,
+        )  # fmt: skip
+        if save_adversarial:
+            height, width, channels = images.test_x.shape[1:]
+            attacked = [name for name in result.broken_by if name != "clean"]
+            write_examples(saved, state, attacked, (channels, height, width))
+        card = make_card(result, subject, radius, environment, saved.name if save_adversarial else None)
+        write_card(subject.card, card)
+        if not save_adversarial:
+            saved.unlink(missing_ok=True)  # of an earlier card
+        discard(state)
     return card
 
 
@@ -136,7 +140,7 @@ def wilson(standing: int, count: int) -> list[float]:
 
 def write_card(path: Path, card: dict[str, Any]) -> None:
     """One line for each key, so that a person can read what comes before ten thousand verdicts."""
-    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in {"schema": SCHEMA, **card}.items()]
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in with_checksum(card).items()]
     with atomic(path) as file:
         file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
@@ -159,12 +163,15 @@ def _write_member(archive: zipfile.ZipFile, name: str, shape: Any, dtype: Any, a
             member.write(np.ascontiguousarray(array).data)
 
 
-def verify(path: Path, *, data_dir: Path | None = None, device: str = "auto") -> dict[str, Any]:
+def verify(
+    path: Path, *, data_dir: Path | None = None, device: str = "auto", trust_model_code: bool = False
+) -> dict[str, Any]:
     """Each saved example of a card again: within eps + 1e-6 of its image in float64, in [0, 1], and misclassified.
 
-    Also that they are the examples which the card says are broken, of the model and the images that it names.
+    Also that they are the examples which the card says are broken, of the model and the images that it names, and that
+    its accuracies are those of its verdicts.
     """
-    card = read_json(path)
+    card, unchanged = read_json_and_check(path)
     if not card.get("adversarial"):
         raise UserError(f"{path} has no saved examples; evaluate with --save-adversarial")
     try:
@@ -173,10 +180,18 @@ def verify(path: Path, *, data_dir: Path | None = None, device: str = "auto") ->
         file, saved = source["file"], path.parent / Path(card["adversarial"]).name
         checksums = source["sha256"], card["data"]["sha256"]
         options = {"model": source["model"], "data": source["data"]}
-    except (KeyError, TypeError, AttributeError):
+        accuracies = {name: result["accuracy"] for name, result in card["results"].items()}
+        standing = {name: verdicts.count(None) / len(verdicts) for name, verdicts in broken_by.items()}
+    except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError):
         raise UserError(f"{path} is not a card that moat eval wrote") from None
+    if not trust_model_code and options["model"] not in BUILT_IN:
+        raise needs_trust(options["model"], path)
     subject = load_subject(path.parent / file if file else None, **options, data_dir=data_dir, device=device)
     failures: list[str] = []
+    if not unchanged:
+        failures.append("the card was changed after it was written, or is damaged: its checksum does not fit")
+    if any(standing.get(name) != accuracy for name, accuracy in accuracies.items()):
+        failures.append("the accuracies are not those of the verdicts")
     if subject.sha256 != checksums[0]:
         failures.append("the model is not the one that was evaluated")
     if subject.images.sha256 != checksums[1]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import pickle
 from dataclasses import asdict, dataclass, field
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from moatlab.cost import Cost
 from moatlab.errors import UserError
 from moatlab.files import SCHEMA, atomic
-from moatlab.models import METADATA_KEY, set_weights
+from moatlab.models import METADATA_KEY, UNREADABLE, fingerprint, first_line, set_weights
 
 
 @dataclass
@@ -25,14 +27,30 @@ class Progress:
     step: int = 0
     epochs_logged: int = 0
     metrics_bytes: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl: what the monitor goes by
+    events: list[dict[str, Any]] = field(default_factory=list)  # the lines of events.jsonl
     loss_sum: float = 0.0  # over the steps of the current epoch
+    epoch_skipped: int = 0  # steps of the current epoch that --on-nan skip left out
+    skipped: int = 0
     cost: Cost = field(default_factory=Cost)
+    healing_cost: Cost = field(default_factory=Cost)  # beyond the plan, because of a collapse
     monitor_cost: Cost = field(default_factory=Cost)
     epoch_seconds: float = 0.0
     train_seconds: float = 0.0
     monitor_seconds: float = 0.0
     best_epoch: int | None = None
     best_pgd7: float = -1.0
+    models: dict[str, str] = field(default_factory=dict)  # the checksum in each model file
+    good_epoch: int | None = None  # the last one before a collapse: that of model_good.safetensors
+    kept_epoch: int | None = None  # where the run ends with the weights of an earlier epoch
+    alarms: list[int] = field(default_factory=list)  # the epochs of the monitor's alarms
+    alarmed: bool = False
+    replaced: bool = False  # the method is the one of --then, for now (heal) or for good (rollback)
+    stopped: bool = False  # --on-collapse stop has ended the run
+
+
+COSTS = ("cost", "healing_cost", "monitor_cost")
+COMMENT = b"sha256 "
 
 
 def save_checkpoint(
@@ -41,44 +59,63 @@ def save_checkpoint(
     optimizer: torch.optim.SGD,
     progress: Progress,
     scaler: torch.amp.GradScaler,
+    *,
+    identity: str = "",
+    previous: Path | None = None,
 ) -> None:
-    momentum = [optimizer.state[p].get("momentum_buffer") for p in model.parameters()]
+    """`identity` names the run: a checkpoint of another one is not taken for it."""
     content = {
         "schema": SCHEMA,
+        "identity": identity,
         "model": model.state_dict(),
-        "momentum": momentum,
+        "momentum": [optimizer.state[p].get("momentum_buffer") for p in model.parameters()],
         "scaler": scaler.state_dict(),
         "progress": asdict(progress),
     }
-    with atomic(path) as file:
-        torch.save(content, file)
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    with atomic(path, previous=previous) as file:
+        file.write(seal(buffer.getvalue()))
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler) -> Progress:
+def seal(archive: bytes) -> bytes:
+    """A zip archive, which is what torch.save makes, with a checksum of all of it as its comment."""
+    length = len(COMMENT) + 64
+    archive = archive[:-2] + length.to_bytes(2, "little")
+    return archive + COMMENT + hashlib.sha256(archive).hexdigest().encode()
+
+
+def unseal(content: bytes) -> bytes:
+    """The content, if its checksum fits. Nothing in it is looked at before."""
+    archive, comment = content[: -len(COMMENT) - 64], content[-len(COMMENT) - 64 :]
+    if comment != COMMENT + hashlib.sha256(archive).hexdigest().encode():
+        raise ValueError("its checksum does not fit: it is torn or damaged")
+    return content
+
+
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler, *, identity: str = ""
+) -> Progress:
     """Put the weights, the momentum and the scale of fp16 gradients back and say where the run stood."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(io.BytesIO(unseal(path.read_bytes())), map_location="cpu", weights_only=True)
         if content["schema"] != SCHEMA:
             raise UserError(f"{path} has schema {content['schema']}; this version of moatlab reads {SCHEMA}")
+        if content["identity"] != identity:
+            raise ValueError("it is of another run: another recipe, or other data")
         weights, momentum, state = content["model"], content["momentum"], content["progress"]
+        state |= {name: Cost(**state[name]) for name in COSTS}
+        progress = Progress(**state)
+        if len(momentum) != len(list(model.parameters())):
+            raise ValueError("it is of another model")
         scaler.load_state_dict(content["scaler"])
-    except (
-        OSError,
-        RuntimeError,
-        EOFError,
-        KeyError,
-        TypeError,
-        ValueError,
-        pickle.UnpicklingError,
-    ) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"the checkpoint {path} can't be read ({reason})") from None
+    except (*UNREADABLE, pickle.UnpicklingError) as error:
+        raise UserError(f"the checkpoint {path} can't be read ({first_line(error)})") from None
     set_weights(model, weights, path)
     for parameter, buffer in zip(model.parameters(), momentum, strict=True):
         if buffer is not None:
             optimizer.state[parameter]["momentum_buffer"] = laid_out_like(parameter, buffer)
-    state |= {name: Cost(**state[name]) for name in ("cost", "monitor_cost")}
-    return Progress(**state)
+    return progress
 
 
 def laid_out_like(parameter: Tensor, buffer: Tensor) -> Tensor:
@@ -88,9 +125,15 @@ def laid_out_like(parameter: Tensor, buffer: Tensor) -> Tensor:
     return copy
 
 
-def save_model(path: Path, model: nn.Module, description: dict[str, Any]) -> None:
-    """Weights and what is needed to rebuild the model. One metadata key: the file format shuffles several."""
+def save_model(path: Path, model: nn.Module, description: dict[str, Any]) -> str:
+    """Weights and what is needed to rebuild the model. One metadata key: the file format shuffles several.
+
+    Returns the checksum that is in the file.
+    """
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    text = json.dumps({"schema": SCHEMA, **description}, sort_keys=True)
+    description = {"schema": SCHEMA, **description}
+    digest = fingerprint(tensors, description)
+    text = json.dumps({**description, "sha256": digest}, sort_keys=True)
     with atomic(path) as file:
         file.write(safetensors.torch.save(tensors, metadata={METADATA_KEY: text}))
+    return digest

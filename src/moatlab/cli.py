@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,13 +62,18 @@ data_dir_option = click.option(
 )
 
 
+trust_option = click.option(
+    "--trust-model-code", is_flag=True, help="Import the module that a file names as its model: it can run anything."
+)
+
+
 def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say where and how a run runs, and are no part of what it is."""
     command = click.option("--resume", is_flag=True, help="Continue the run in --out, or start it.")(
         json_option(command)
     )
     command = click.option("--out", type=Path, help="The run's folder  [default: runs/NAME]")(command)
-    return data_dir_option(command)
+    return data_dir_option(trust_option(command))
 
 
 @cli.command("train")
@@ -77,7 +84,7 @@ def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--checkpoint-every", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS")
 def train_command(
     method: str | None, preset: str | None, recipe_file: Path | None, out: Path | None, resume: bool, as_json: bool,
-    data_dir: Path | None, max_steps: int | None, checkpoint_every: float, **options: Any,
+    data_dir: Path | None, trust_model_code: bool, max_steps: int | None, checkpoint_every: float, **options: Any,
 ) -> None:  # fmt: skip
     """Train METHOD: fgsm, fast, nfgsm, pgd:K, gradalign, kim, standard, moat:K, imoat:K1,K2,K3, or a cycle of stages
     such as "cutmix | fast | pgd:2>5>8".
@@ -87,7 +94,7 @@ def train_command(
     moat train imoat:2,5,8 --data cifar10         at the paper's size
     moat train fgsm --epochs 3 --out runs/short
     """
-    recipe = make_recipe(method, preset=preset, file=recipe_file, **options)
+    recipe = make_recipe(method, preset=preset, file=recipe_file, trust_model_code=trust_model_code, **options)
     out = out or Path("runs") / default_name(recipe, preset)
     from moatlab.training import train
 
@@ -95,12 +102,15 @@ def train_command(
         recipe, out, data_dir=data_dir, resume=resume, max_steps=max_steps, checkpoint_every=checkpoint_every
     )
     if as_json:
-        print_json(json.loads((out / "run.json").read_text()))
+        print_file(out / "run.json")
     elif record.final:
         accuracy = "  ".join(f"{name} {100 * record.final[name]:.1f} %" for name in ("clean", "fgsm", "pgd7"))
         collapse = f"  COLLAPSED at epoch {record.collapsed_at}" if record.collapsed_at else ""
+        collapse += f", but this is the model of epoch {record.kept_epoch}" if record.kept_epoch else ""
         click.echo(f"{record.method} on {record.final['images']:,} test images: {accuracy}{collapse}")
-        click.echo(f"{record.counted['passes']:g} passes; the run is in {out}")
+        healing = record.healing["passes"]
+        extra = f" ({healing:+g} beyond the plan, for healing)" if healing else ""
+        click.echo(f"{record.counted['passes']:g} passes{extra}; the run is in {out}")
 
 
 @cli.command("plan")
@@ -114,7 +124,7 @@ def plan_command(
 
     One pass is a forward and a backward over the training set.
     """
-    recipe = make_recipe(method, preset=preset, file=recipe_file, **options)
+    recipe = make_recipe(method, preset=preset, file=recipe_file, trust_model_code=True, **options)  # imports nothing
     parsed, epochs = recipe.parsed_method, recipe.epochs
     cost = parsed.cost(epochs).as_dict()
     from moatlab.data import KNOWN_SIZES
@@ -146,10 +156,11 @@ def plan_command(
 @running_options
 def compare_command(
     methods: tuple[str, ...], preset: str | None, recipe_file: Path | None, out: Path | None, resume: bool,
-    as_json: bool, data_dir: Path | None, **options: Any,
+    as_json: bool, data_dir: Path | None, trust_model_code: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Train several METHODS by the same recipe: one table on the test images, one plot of PGD-7 accuracy."""
-    recipes = [make_recipe(method, preset=preset, file=recipe_file, **options) for method in methods]
+    options |= {"preset": preset, "file": recipe_file, "trust_model_code": trust_model_code}
+    recipes = [make_recipe(method, **options) for method in methods]
     epochs = max(recipe.epochs for recipe in recipes)  # step-wise, a cycle's default is 201 where others have 200
     recipes = [recipe.model_copy(update={"epochs": epochs}) for recipe in recipes]
     out = out or Path("runs") / f"compare_{default_name(recipes[0], preset, ' '.join(methods))}"
@@ -175,7 +186,7 @@ def run_comparison(recipes: list[Recipe], out: Path, *, data_dir: Path | None, r
 
     result = compare(recipes, out, data_dir=data_dir, resume=resume)
     if as_json:
-        print_json(result)
+        print_file(out / "compare.json")
         return
     from moatlab.report.terminal import print_comparison
 
@@ -196,13 +207,14 @@ def run_comparison(recipes: list[Recipe], out: Path, *, data_dir: Path | None, r
 @click.option("--data", help="mini, cifar10, cifar100 or a folder of images  [default: the run's own]")
 @data_dir_option
 @click.option("--device", default="auto", show_default=True)
+@trust_option
 @click.option("--save-adversarial", is_flag=True, help="Keep what was found, for `moat verify`.")
 @click.option("--audit", is_flag=True, help="Attack what stands once more, with another seed and more restarts.")
 @json_option
 def eval_command(
     target: Path | None, attacks: str, eps: str | None, norm: Any, count: int | None, seed: int,
     batch_size: int | None, which: str, model: str | None, data: str | None, data_dir: Path | None, device: str,
-    save_adversarial: bool, audit: bool, as_json: bool,
+    trust_model_code: bool, save_adversarial: bool, audit: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Accuracy under attack: of a run folder, of a .safetensors or .pt file, or of --model package.module:factory.
 
@@ -220,13 +232,16 @@ def eval_command(
     from moatlab.card import evaluate_subject
     from moatlab.subject import load_subject
 
-    subject = load_subject(target, model=model, which=which, data=data, data_dir=data_dir, device=device)
+    subject = load_subject(
+        target, model=model, which=which, data=data, data_dir=data_dir, device=device,
+        trust_model_code=trust_model_code,
+    )  # fmt: skip
     card = evaluate_subject(
         subject, attacks=["clean", *names], eps=eps, norm=norm, count=count, seed=seed, batch_size=batch_size,
         audit=audit, save_adversarial=save_adversarial,
     )  # fmt: skip
     if as_json:
-        print_json(card)
+        print_file(subject.card)
         return
     from moatlab.report.terminal import print_card
 
@@ -238,15 +253,16 @@ def eval_command(
 @click.argument("card", type=Path)
 @data_dir_option
 @click.option("--device", default="auto", show_default=True)
+@trust_option
 @json_option
-def verify_command(card: Path, data_dir: Path | None, device: str, as_json: bool) -> None:
+def verify_command(card: Path, data_dir: Path | None, device: str, trust_model_code: bool, as_json: bool) -> None:
     """Check the saved adversarial examples of CARD again: inside the ball, inside [0, 1], misclassified.
 
     Needs a card made with --save-adversarial, beside its model. Ends with exit code 1 if an example fails.
     """
     from moatlab.card import verify
 
-    report = verify(card, data_dir=data_dir, device=device)
+    report = verify(card, data_dir=data_dir, device=device, trust_model_code=trust_model_code)
     failures = report["failures"]
     if as_json:
         print_json(report)
@@ -289,14 +305,14 @@ def bench_command(
     result = bench(
         model=model, width=width, batch_size=batch_size, image_size=image_size, threads=threads, device=device
     )
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "bench.json", result)
     if as_json:
-        print_json(result)
+        print_file(out / "bench.json")
     else:
         from moatlab.report.terminal import print_bench
 
         print_bench(result)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "bench.json", result)
     from moatlab.report.plots import plot_bench
 
     plot_bench(out / "bench.png", result)
@@ -356,12 +372,18 @@ def print_json(fields: dict[str, Any]) -> None:
     click.echo(json.dumps(fields, indent=1))
 
 
+def print_file(path: Path) -> None:
+    """A result as it stands in its file."""
+    print_json(json.loads(path.read_text(encoding="utf-8")))
+
+
 def main() -> NoReturn:
     """Run the command line and turn every ending into an exit code and at most one sentence."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     sys.path.append(str(Path.cwd()))  # so that --model mymodule:factory finds a module in the current folder
     try:
         cli.main(arguments, standalone_mode=False)
+        sys.stdout.flush()  # here a full disk can still be told of
         sys.exit(0)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
@@ -369,15 +391,32 @@ def main() -> NoReturn:
     except (UserError, RunFailed, Interrupted, click.ClickException, OSError) as error:
         if "--debug" in sys.argv:
             raise
-        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        if isinstance(error, OSError):
+            abandon_stdout()
+        message = sentence(error)
         if isinstance(error, Interrupted):
             message += ", continue by starting it again" + (
                 " with --resume" if {"train", "compare"} & {*arguments} else ""
             )
-        click.echo(f"moat: {' '.join(message.split())}", err=True)
+        with suppress(OSError):
+            click.echo(f"moat: {' '.join(message.split())}", err=True)
         if isinstance(error, Interrupted):
             sys.exit(128 + error.signal_number)
         sys.exit(2 if isinstance(error, UserError | click.ClickException) else 1)
     except (KeyboardInterrupt, click.Abort):
         click.echo("moat: interrupted", err=True)
         sys.exit(130)
+
+
+def sentence(error: Exception) -> str:
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else f"output can't be written: {error.strerror}"
+    return str(error)
+
+
+def abandon_stdout() -> None:
+    """What could not be written (a full disk, a reader that is gone) must not be tried again when Python ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,6 +6,7 @@ On a terminal the bar is drawn by rich; elsewhere (a log file, CI) it becomes a 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -16,12 +17,13 @@ PLAIN_LINE_SECONDS = 15.0
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def note(message: str) -> None:
-    console.print(message, markup=False)
+def note(message: str, style: str | None = None) -> None:
+    with suppress(OSError):  # stderr may be a file on a full disk, or a terminal that is gone: no reason to stop
+        console.print(message, style=style, markup=False)
 
 
 def warn(message: str) -> None:
-    console.print(f"warning: {message}", style="yellow", markup=False)
+    note(f"warning: {message}", style="yellow")
 
 
 def duration(seconds: float) -> str:

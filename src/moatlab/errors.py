@@ -5,8 +5,16 @@ class UserError(Exception):
     """The user's mistake: exit code 2, nothing was started."""
 
 
+class Damaged(UserError):
+    """A file is missing, or is not what was written."""
+
+
 class RunFailed(Exception):
     """A run that was started could not go on (NaN, disk): exit code 1, the last checkpoint is kept."""
+
+
+class NotWritten(RunFailed):
+    """A file could not be written: the disk is full, or read-only. What had its name before is untouched."""
 
 
 class Interrupted(Exception):
@@ -15,3 +23,11 @@ class Interrupted(Exception):
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.signal_number = signal_number
+
+
+def needs_trust(model: str, origin: object) -> UserError:
+    """The answer to a file that names code to run: only the user can say that it may."""
+    return UserError(
+        f"{origin} names the model {model}, which means importing and running that code; if you trust it, "
+        "add --trust-model-code (trust_model_code=True in Python), or name it yourself with --model"
+    )

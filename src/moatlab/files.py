@@ -1,45 +1,159 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there, that tell when they were changed, and folders for one process at a time."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from moatlab.errors import UserError
+from moatlab.display import warn
+from moatlab.errors import Damaged, NotWritten, UserError
 
 SCHEMA = 1
+CHECKSUM = "checksum"
 
 
 @contextmanager
-def atomic(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to that takes the name `path` only when all of it is on the disk."""
+def atomic(path: Path, *, previous: Path | None = None) -> Iterator[IO[bytes]]:
+    """A file to write to that takes the name `path` only when all of it is on the disk.
+
+    What had that name until then is replaced, or becomes `previous`.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if previous is not None and path.exists():
+            path.replace(previous)
         temporary.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise NotWritten(not_written(path, error)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of a folder that is gone, or may not be written to
+            temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on the disk only when its folder is."""
+    with suppress(OSError):  # not every file system can
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def not_written(path: Path, error: OSError) -> str:
+    """The sentence for a file that could not be written; it names the disk, and the room there is on it."""
+    place = path.absolute()
+    while not place.is_mount():
+        place = place.parent
+    room = ""
+    with suppress(OSError):
+        room = f", {shutil.disk_usage(place).free / 2**20:.1f} MiB free"
+    return f"{path} can't be written to the disk at {place} ({error.strerror or error}{room})"
+
+
+def remove_leftovers(path: Path) -> None:
+    """Delete what a killed process left of `path` under its temporary names."""
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def append_line(path: Path, fields: dict[str, Any]) -> None:
+    """One more line of JSON, on the disk when this returns. Where there is no room for it, none of it stays."""
+    length = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
+            file.write(as_line(fields))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        with suppress(OSError):
+            os.truncate(path, length)
+        raise NotWritten(not_written(path, error)) from error
+
+
+def as_line(fields: dict[str, Any]) -> bytes:
+    return json.dumps({"schema": SCHEMA, **fields}).encode() + b"\n"
+
+
+def restore_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Make a file of lines hold these and no others: cut off what came after; written anew where that is not enough."""
+    wanted = b"".join(map(as_line, lines))
+    found = path.read_bytes() if path.is_file() else None
+    if found is not None and found.startswith(wanted):
+        if len(found) > len(wanted):
+            os.truncate(path, len(wanted))
+        return
+    if lines:
+        warn(f"{path} is damaged or gone; its {len(lines)} lines are written anew from the checkpoint")
+    with atomic(path) as file:
+        file.write(wanted)
+
+
+def checksum(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def with_checksum(fields: dict[str, Any]) -> dict[str, Any]:
+    """The content of a JSON file: its schema, the fields, and a checksum of both."""
+    fields = {"schema": SCHEMA, **fields}
+    return {**fields, CHECKSUM: checksum(fields)}
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
     with atomic(path) as file:
-        file.write(json.dumps({"schema": SCHEMA, **fields}, indent=1).encode() + b"\n")
+        file.write(json.dumps(with_checksum(fields), indent=1).encode() + b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The fields of a file that `write_json` wrote, or a UserError for one that is damaged or of a newer schema."""
+    """The fields of a file of moatlab, or a UserError for one that is damaged, was changed, or has a newer schema."""
+    fields, unchanged = read_json_and_check(path)
+    if not unchanged:
+        raise Damaged(f"{path} is damaged, or was changed after it was written: its checksum does not fit")
+    return fields
+
+
+def read_json_and_check(path: Path) -> tuple[dict[str, Any], bool]:
+    """The fields, and whether they are what was written."""
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        expected = fields.pop(CHECKSUM, None)
+        found = checksum(fields)
         schema = fields.pop("schema")
-    except (OSError, ValueError, KeyError, AttributeError):
-        raise UserError(f"{path} can't be read: it is missing, damaged, or not a file of moatlab") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged(f"{path} can't be read: it is missing, damaged, or not a file of moatlab") from None
     if schema != SCHEMA:
         raise UserError(f"{path} has schema {schema}; this version of moatlab reads {SCHEMA}")
-    return dict(fields)
+    return dict(fields), found == expected
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """This process alone works in `folder`: a second one is refused. However a process ends, its lock ends with it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if sys.platform != "win32":
+            import fcntl
+
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"another process is at work in {folder}; wait for it, or name another folder"
+                ) from None
+            except OSError as error:
+                warn(f"{folder} can't be locked ({error.strerror}); let no second process work in it")
+        yield
+    finally:
+        os.close(handle)

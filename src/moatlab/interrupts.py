@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that waits for a good moment."""
+"""Ctrl-C, SIGTERM (clusters send it) and SIGHUP (a terminal closes) as a request that waits for a good moment."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 from moatlab.errors import Interrupted
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
 @dataclass
@@ -25,7 +27,8 @@ class Caught:
 
 @contextmanager
 def signals_caught() -> Iterator[Caught]:
-    """SIGINT and SIGTERM are noted, for the caller to act on between two steps; a second one does not wait."""
+    """Signals are noted, for the caller to act on between two steps; a second one does not wait. One that this process
+    was told to ignore (as nohup does) stays ignored."""
     caught = Caught()
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -36,7 +39,8 @@ def signals_caught() -> Iterator[Caught]:
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread may set handlers
         return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught_here = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in caught_here}
     try:
         yield caught
     finally:

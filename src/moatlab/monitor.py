@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from moatlab.attacks import Probe, fgsm, pgd
+from moatlab.attacks import Probe, pgd
 from moatlab.attacks.first_order import uniform
+from moatlab.attacks.geometry import ball
 from moatlab.attacks.probe import evaluating
 from moatlab.data.batches import as_floats
-from moatlab.methods import Method
 from moatlab.precision import full_precision
 from moatlab.randomness import generator
+from moatlab.stages import misalignment
 
 BATCH = 250
 PASSES = 9.5  # 11 forwards and 8 input-backwards for an image
+LOW = 0.05  # pgd7 accuracy that is none
+GAP = 0.10  # of fgsm over pgd7 accuracy
+ALIGNED = 0.4  # on mini, runs that hold stay above 0.6, and those that have collapsed below 0.3
 
 
 def measure(
@@ -31,34 +36,44 @@ def measure(
     """Accuracies as fractions, in eval mode: `clean`; `fgsm`, one step of eps from x; `pgd7`, seven steps of eps/4
     from one random start, the last iterate. The starts depend on the seed and the image only, so that two epochs,
     and two methods, are compared on the same ones. `tick` hears of the images done, and may raise.
+
+    `alignment` is the mean cosine of the loss's gradients at x and at that start (Andriushchenko and Flammarion, 2020):
+    where it is near 0 the loss is bent within the ball, and one step along the gradient at x says nothing. Both
+    gradients are needed anyway.
     """
     probe = Probe(model)
     right = torch.zeros(3, dtype=torch.int64, device=y.device)
+    misaligned = torch.zeros((), device=y.device)
     with evaluating(model), full_precision():
         for block, begin in enumerate(range(0, len(y), BATCH)):
             images, labels = as_floats(x[begin : begin + BATCH]), y[begin : begin + BATCH]
             draws = generator(seed, "monitor", block, device=y.device)
-            stepped = fgsm(probe, images, labels, eps=eps)
-            start = images + uniform(images, eps, draws)
-            iterated = pgd(probe, images, labels, eps=eps, step_size=eps / 4, steps=7, start=start)
+            low, high = ball(images, eps)
+            start = torch.clamp(images + uniform(images, eps, draws), low, high)
+            gradient, _logits = probe.gradient(images, labels)
+            gradient_at_start, _logits = probe.gradient(start, labels)
+            misaligned += len(labels) * misalignment(gradient, gradient_at_start)
+            stepped = torch.clamp(images + eps * gradient.sign(), low, high)
+            first = start + eps / 4 * gradient_at_start.sign()
+            iterated = pgd(probe, images, labels, eps=eps, step_size=eps / 4, steps=6, start=first)
             for kind, examples in enumerate((images, stepped, iterated)):
                 right[kind] += (probe.logits(examples).argmax(1) == labels).sum()
             tick(begin + len(labels))
     clean, single, multi = (count / len(y) for count in right.tolist())
-    return {"clean": clean, "fgsm": single, "pgd7": multi}
+    return {"clean": clean, "fgsm": single, "pgd7": multi, "alignment": 1 - misaligned.item() / len(y)}
 
 
-def collapsed_at(pgd7: Sequence[float], method: Method) -> int | None:
-    """The epoch (counted from 1) from which a run has collapsed, or None.
+def collapsed_at(checks: Sequence[tuple[int, float]]) -> int | None:
+    """The epoch (counted from 1) from which a run has collapsed, or None. `checks`: epoch and pgd7 accuracy of the
+    comparable ones.
 
     Collapsed at e >= 2: from e on, at every comparable check to the end, pgd7 accuracy stays below
     max(5 %, a third of its best). Comparable are all epochs of a one-stage method, and the ends of the last stage of
     a cycle (within a cycle pgd7 falls at each stage of benign examples, and comes back).
     """
-    checks = [(epoch + 1, value) for epoch, value in enumerate(pgd7) if method.ends_cycle(epoch)]
     if not checks:
         return None
-    floor = max(0.05, max(value for _, value in checks) / 3)
+    floor = max(LOW, max(value for _, value in checks) / 3)
     collapse = None
     for epoch, value in checks:
         if value >= floor:
@@ -66,3 +81,17 @@ def collapsed_at(pgd7: Sequence[float], method: Method) -> int | None:
         elif collapse is None and epoch >= 2:
             collapse = epoch
     return collapse
+
+
+def judge(checks: Sequence[Mapping[str, float]]) -> Literal["good", "low", "collapsed"]:
+    """What the last of the comparable checks so far says, while the end is not known.
+
+    Low: pgd7 is below half of its best so far, or below 5 % after it was not. That alone may be a bad epoch. It is
+    catastrophic overfitting where the loss is bent as well, so that single steps no longer lead to where it is high:
+    fgsm accuracy more than 10 points above pgd7, or gradients at x and at a random start of little alignment.
+    """
+    now, best = checks[-1], max(check["pgd7"] for check in checks)
+    if best < LOW or now["pgd7"] >= max(LOW, best / 2):
+        return "good"
+    bent = now["fgsm"] - now["pgd7"] > GAP or now["alignment"] < ALIGNED
+    return "collapsed" if bent else "low"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import shutil
 import time
+import zipfile
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moatlab.errors import UserError
-from moatlab.files import atomic, read_json, write_json
+from moatlab.errors import Damaged, NotWritten, UserError
+from moatlab.files import atomic, locked, not_written, read_json, write_json
 
 SAVE_SECONDS = 2.0  # between two writes; what was done since the last one is done again after a kill
 
@@ -43,8 +47,16 @@ class Partial:
                     f"{self.folder} holds an unfinished evaluation with another {name.replace('_', ' ')} "
                     f"({_short(before.get(name))}, not {_short(value)}); finish it as it was started, or delete it"
                 )
-        points = content.pop("points")
-        return content, None if points is None else torch.from_numpy(np.load(self.folder / points))
+        name, expected = content.pop("points"), content.pop("points_sha256")
+        if name is None:
+            return content, None
+        try:
+            raw = (self.folder / Path(name).name).read_bytes()
+        except OSError:
+            raw = b""
+        if hashlib.sha256(raw).hexdigest() != expected:
+            raise Damaged(f"{self.folder / name} is missing or damaged; delete {self.folder} to evaluate anew")
+        return content, torch.from_numpy(np.load(io.BytesIO(raw)))
 
     def save(self, state: dict[str, Any], points: Tensor | None) -> None:
         """Called after every part; writes now and then."""
@@ -57,12 +69,16 @@ class Partial:
             return
         state, points = self._unsaved
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = None
+        name = digest = None
         if points is not None:
             name = f"points-{state['step']}.npy"
+            buffer = io.BytesIO()
+            np.save(buffer, points.cpu().contiguous().numpy())
+            digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
             with atomic(self.folder / name) as file:
-                np.save(file, points.cpu().contiguous().numpy())
-        write_json(self.folder / "state.json", {"identity": self.identity, **state, "points": name})
+                file.write(buffer.getbuffer())
+        fields = {"identity": self.identity, **state, "points": name, "points_sha256": digest}
+        write_json(self.folder / "state.json", fields)
         for old in self.folder.glob("points-*.npy"):
             if old.name != name:
                 old.unlink()
@@ -85,8 +101,28 @@ class Partial:
 def pieces(folder: Path, attack: str) -> Iterator[Any]:
     """What was kept for an attack, in order: `rows` and `points`, each read only when it is asked for."""
     for path in sorted(folder.glob(f"found-{attack}-[0-9]*.npz")):
-        with np.load(path) as piece:
-            yield piece
+        try:
+            with np.load(path) as piece:
+                yield piece
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+            raise Damaged(f"{path} is damaged; delete {folder} to evaluate anew") from None
+
+
+@contextmanager
+def for_one_process(folder: Path) -> Iterator[None]:
+    """The folder of an evaluation, while no other process may work in it; it goes where nothing was kept in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotWritten(not_written(folder, error)) from error
+    with locked(folder):
+        for leftover in folder.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                folder.rmdir()  # only an empty one can be
 
 
 def discard(folder: Path) -> None:

@@ -1,7 +1,8 @@
-"""Plain float32, or training in fewer bits: autocast around the model, with gradients kept in range."""
+"""Plain float32, or training in fewer bits: autocast around the model, with gradients kept in range; the same bits."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,3 +79,27 @@ def precision_switches() -> list[tuple[Any, str, Any]]:
     cuda = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     cpu = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
     return [(place, "fp32_precision", "ieee") for place in cuda + cpu]
+
+
+@contextmanager
+def same_bits(*, strict: bool) -> Iterator[None]:
+    """PyTorch's deterministic kernels inside. `strict`: an operation that has none is an error, not a warning.
+
+    They are what the CPU uses anyway, but for a few operations that a user's own model may have.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
+    settings: Any = torch.utils.deterministic
+    mode, filling, search = (
+        torch.get_deterministic_debug_mode(),
+        settings.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+    )
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    settings.fill_uninitialized_memory = False  # all of ours is written before it is read
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = filling
+        torch.backends.cudnn.benchmark = search

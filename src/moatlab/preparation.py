@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from moatlab.attacks.probe import evaluating
 from moatlab.data import Images, load_images
 from moatlab.data.batches import Batches, as_floats
 from moatlab.errors import UserError
-from moatlab.methods import Method
+from moatlab.methods import Method, parse_method
 from moatlab.models import BUILT_IN, build_model, read_weights, set_weights, users_code
 from moatlab.precision import Autocast, choose_precision
 from moatlab.randomness import generator, key
@@ -29,6 +30,7 @@ class Session:
 
     recipe: Recipe
     method: Method
+    then: Method  # what takes its place after a collapse, if the recipe says so
     device: torch.device
     images: Images
     batches: Batches
@@ -44,6 +46,11 @@ class Session:
     @property
     def steps_per_epoch(self) -> int:
         return self.batches.steps_per_epoch
+
+    @property
+    def identity(self) -> str:
+        """Names the run that a checkpoint is of: all of its recipe, and its data."""
+        return hashlib.sha256(f"{self.recipe.to_toml()}\n{self.images.sha256}".encode()).hexdigest()
 
     @property
     def total_steps(self) -> int:
@@ -87,6 +94,7 @@ def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) ->
     return Session(
         recipe,
         recipe.parsed_method,
+        parse_method(recipe.then),
         device,
         images,
         batches,

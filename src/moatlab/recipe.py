@@ -15,7 +15,7 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from moatlab.errors import UserError
+from moatlab.errors import UserError, needs_trust
 from moatlab.files import SCHEMA
 from moatlab.methods import Method, parse_method
 
@@ -61,7 +61,21 @@ class Recipe(BaseModel):
         description="what the model computes in, in attacks too; auto is bf16 on a GPU that has it, and fp32 elsewhere",
     )
 
-    @field_validator("method")
+    on_collapse: Literal["warn", "stop", "rollback", "heal"] = Field(
+        default="warn",
+        description="what to do where robustness is lost at a stroke: say so; end with the last good epoch; go back to "
+        "it and on with --then; or train by --then until robustness is back",
+    )
+    then: str = Field(default="pgd:2", description="the method after a rollback, or the multi-step stage that heals")
+    on_nan: Literal["stop", "skip"] = Field(
+        default="stop", description="what to do at a step whose loss or gradients are not finite"
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="the same bits on a GPU, too, by slower kernels; on the CPU they always are the same",
+    )
+
+    @field_validator("method", "then")
     @classmethod
     def _method_can_be_parsed(cls, spec: str) -> str:
         return parse_method(spec).spec
@@ -107,6 +121,8 @@ class Recipe(BaseModel):
             f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
             f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
             + (f", {self.precision}" if self.precision not in ("auto", "fp32") else "")
+            + (f", on collapse {self.on_collapse}" if self.on_collapse != "warn" else "")
+            + (f" ({self.then})" if self.on_collapse in ("rollback", "heal") else "")
         )
 
     def to_toml(self) -> str:
@@ -159,14 +175,21 @@ def default_preset(data: str | None) -> str:
 
 
 def make_recipe(
-    method: str | None = None, *, preset: str | None = None, file: str | Path | None = None, **options: Any
-) -> Recipe:
+    method: str | None = None, *, preset: str | None = None, file: str | Path | None = None,
+    trust_model_code: bool = False, **options: Any,
+) -> Recipe:  # fmt: skip
     """A recipe from a preset, a recipe file and explicit options, the later winning over the earlier.
+
+    A file that names a model of somebody's own (`package.module:factory`) has code imported when it is trained: it is
+    refused, unless the model is named as an option, too, or the file is said to be trusted.
 
     >>> make_recipe("moat:2", epochs=3).eps
     '16/255'
     """
     layers = read_recipe_file(Path(file)) if file else {}
+    named = str(layers.get("model", ""))
+    if ":" in named and options.get("model") is None and not trust_model_code:
+        raise needs_trust(named, f"the recipe {file}")
     layers |= {name: value for name, value in options.items() if value is not None}
     if method is not None:
         layers["method"] = method
@@ -176,14 +199,22 @@ def make_recipe(
     if preset not in PRESETS:
         raise UserError(f"there is no preset '{preset}'; known are {', '.join(PRESETS)}")
     fields = PRESETS[preset] | layers
-    if isinstance(fields["method"], str):
-        fields["method"] = re.sub(r"\bgradalign\b(?!\s*:)", _GRADALIGN[preset], fields["method"])
+    for name in ("method", "then"):
+        if isinstance(fields.get(name), str):
+            fields[name] = re.sub(r"\bgradalign\b(?!\s*:)", _GRADALIGN[preset], fields[name])
     fields.setdefault("threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     fields.setdefault("monitor", "holdout" if str(fields["holdout"]) != "0" else "train")
     fields.setdefault("epochs", _paper_epochs(fields))
     recipe = _validated(fields)
     if recipe.monitor == "holdout" and recipe.holdout == 0:
         raise UserError("--monitor holdout needs held-out images; give --holdout 1000, or --monitor train")
+    if recipe.monitor == "test" and recipe.on_collapse != "warn":
+        raise UserError(
+            f"--on-collapse {recipe.on_collapse} would let the test images decide how the run goes; "
+            "watch others, with --monitor holdout or train"
+        )
+    if recipe.on_collapse == "heal" and {stage.name for stage in parse_method(recipe.then).stages} != {"pgd"}:
+        raise UserError(f"--then {recipe.then}: healing takes multi-step stages, such as pgd:2")
     return recipe
 
 
@@ -221,7 +252,7 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"the recipe {path} can't be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"the recipe {path} is not valid TOML: {error}") from None
     schema = fields.pop("schema", SCHEMA)
     if schema != SCHEMA:

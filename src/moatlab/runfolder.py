@@ -1,20 +1,24 @@
 """A run is a folder: these are its files.
 
-recipe.toml        what the run is                     checkpoint.pt       where it stands, to continue bit for bit
-run.json           how it went (`RunRecord`)           model.safetensors   the model; `moatlab.load` needs nothing else
-metrics.jsonl      one line per epoch                  model_best.safetensors   the best epoch on held-out images
+recipe.toml     what the run is                    checkpoint.pt            where it stands, to continue bit for bit
+run.json        how it went (`RunRecord`)          checkpoint_previous.pt   where it stood before
+metrics.jsonl   one line per epoch                 model.safetensors        the model; `moatlab.load` needs nothing else
+events.jsonl    what happened: alarms and the like model_best.safetensors   the best epoch on held-out images
+                                                   model_good.safetensors   the last epoch before a collapse
 """
 
 from __future__ import annotations
 
 import json
-import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moatlab.errors import UserError
-from moatlab.files import SCHEMA, atomic, read_json, write_json
+from moatlab.errors import Damaged, NotWritten, UserError
+from moatlab.files import append_line, atomic, locked, not_written, read_json, remove_leftovers, write_json
 from moatlab.recipe import Recipe, load_recipe, option_name
 
 
@@ -34,11 +38,16 @@ class RunRecord:
     data: dict[str, Any]
     environment: dict[str, Any]
     steps_done: int = 0
+    healing: dict[str, float] = field(default_factory=dict)  # beyond the plan, because of a collapse
     monitoring: dict[str, float] = field(default_factory=dict)
     train_seconds: float = 0.0
     monitor_seconds: float = 0.0
     best: dict[str, float] | None = None
+    models: dict[str, str] = field(default_factory=dict)  # the checksum in each model file
     collapsed_at: int | None = None
+    alarms: list[int] = field(default_factory=list)
+    kept_epoch: int | None = None
+    skipped_steps: int = 0
     final: dict[str, Any] | None = None
     message: str | None = None
 
@@ -64,12 +73,47 @@ class RunFolder:
         return self.path / "checkpoint.pt"
 
     @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def previous_checkpoint(self) -> Path:
+        return self.path / "checkpoint_previous.pt"
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Those that are there, the newest first."""
+        return [path for path in (self.checkpoint, self.previous_checkpoint) if path.exists()]
+
+    @property
     def model(self) -> Path:
         return self.path / "model.safetensors"
 
     @property
     def best_model(self) -> Path:
         return self.path / "model_best.safetensors"
+
+    @property
+    def good_model(self) -> Path:
+        return self.path / "model_good.safetensors"
+
+    @contextmanager
+    def for_one_process(self) -> Iterator[None]:
+        """The folder, made if need be, while no other process may work in it. Removed where it came to nothing."""
+        made = not self.path.exists()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NotWritten(not_written(self.path, error)) from error
+        with locked(self.path):
+            for path in (self.recipe, self.record, self.metrics, self.checkpoint, self.model, self.best_model,
+                         self.good_model):  # fmt: skip
+                remove_leftovers(path)
+            try:
+                yield
+            finally:
+                if made and not self.checkpoints:
+                    shutil.rmtree(self.path, ignore_errors=True)
 
     def write_record(self, record: RunRecord) -> None:
         write_json(self.record, asdict(record))
@@ -81,19 +125,29 @@ class RunFolder:
             raise UserError(f"{self.record} has other keys than this version of moatlab writes ({error})") from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        return self._read_lines(self.metrics)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        return self._read_lines(self.events) if self.events.exists() else []
+
+    def _read_lines(self, path: Path) -> list[dict[str, Any]]:
+        try:
+            return [json.loads(line) for line in path.read_text().splitlines()]
+        except (OSError, ValueError, RecursionError):
+            raise UserError(f"{path} is missing or damaged") from None
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        with self.metrics.open("a") as file:
-            file.write(json.dumps({"schema": SCHEMA, **line}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # the checkpoint that follows relies on this line
+        append_line(self.metrics, line)
+
+    def append_event(self, line: dict[str, Any]) -> None:
+        append_line(self.events, line)
 
     def finished_record(self) -> RunRecord | None:
         """The record, if there is one and it says that the run is done."""
-        if not self.record.exists():
+        try:
+            record = self.read_record()
+        except Damaged:
             return None
-        record = self.read_record()
         return record if record.status == "finished" else None
 
     def check(self, recipe: Recipe, *, resume: bool) -> None:
@@ -101,7 +155,7 @@ class RunFolder:
         for place in (self.path, *self.path.parents):
             if place.exists() and not place.is_dir():
                 raise UserError(f"--out {self.path}: {place} is a file, not a folder; name another")
-        holds_a_run = self.checkpoint.exists() or self.record.exists()
+        holds_a_run = bool(self.checkpoints) or self.record.exists()
         if holds_a_run and not resume:
             raise UserError(f"--out {self.path} holds a run already; continue it with --resume, or name another folder")
         if holds_a_run:

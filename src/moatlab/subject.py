@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moatlab.attacks.geometry import USUAL_EPS, Norm
 from moatlab.data import Images, load_images
 from moatlab.display import warn
-from moatlab.errors import UserError
+from moatlab.errors import UserError, needs_trust
 from moatlab.models import BUILT_IN, build_model, read_weights, set_weights
 from moatlab.preparation import choose_device
 from moatlab.recipe import load_recipe, slug
@@ -48,6 +48,7 @@ def load_subject(
     data: str | None = None,
     data_dir: Path | None = None,
     device: str = "auto",
+    trust_model_code: bool = False,
 ) -> Subject:
     """A run folder, a `.safetensors` or `.pt` file (with `model` where it does not say), or a factory alone."""
     if target is None and model is None:
@@ -56,6 +57,8 @@ def load_subject(
     model_name = model or description.get("model")
     if not isinstance(model_name, str):
         raise UserError(f"{target} does not say which model it holds; name it with --model")
+    if model is None and model_name not in BUILT_IN and not trust_model_code:
+        raise needs_trust(model_name, target)
     if target is None and model_name in BUILT_IN:
         raise UserError(f"--model {model_name} alone has no trained weights; name a run folder or a weights file too")
     own_data = description.get("data")

@@ -26,20 +26,22 @@ def compare(
         raise UserError("each method can be named once")
     for name, recipe in folders.items():
         RunFolder(out / name).check(recipe, resume=resume)
-    rows, histories = [], {}
+    rows, histories, events = [], {}, {}
     for name, recipe in folders.items():
         record = train(recipe, out / name, data_dir=data_dir, resume=resume)
         assert record.final is not None
         rows.append({
             "method": record.method, **record.final, "passes": record.counted["passes"],
-            "train_seconds": record.train_seconds, "collapsed_at": record.collapsed_at, "run": str(out / name),
+            "train_seconds": record.train_seconds, "collapsed_at": record.collapsed_at,
+            "kept_epoch": record.kept_epoch, "alarms": record.alarms, "run": str(out / name),
         })  # fmt: skip
         histories[record.method] = RunFolder(out / name).read_metrics()
+        events[record.method] = [event for event in RunFolder(out / name).read_events() if "epoch" in event]
         display.note("")
     from moatlab.report.plots import plot_pgd7
 
     first, plot = recipes[0], out / "pgd7.png"
-    plot_pgd7(plot, histories, title=first.setting, images=WATCHED[first.monitor])
+    plot_pgd7(plot, histories, events, title=first.setting, images=WATCHED[first.monitor])
     result = {"setting": first.setting, "bn_in_attack": first.bn_in_attack, "rows": rows, "plot": str(plot)}
     write_json(out / "compare.json", result)
     return result

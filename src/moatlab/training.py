@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
-from importlib.util import find_spec
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from moatlab import display
 from moatlab.attacks.meter import Meter
-from moatlab.checkpoint import Progress, load_checkpoint, save_checkpoint, save_model
-from moatlab.environment import describe_environment, keep_freed_memory
-from moatlab.errors import Interrupted, RunFailed, UserError
+from moatlab.checkpoint import save_model
+from moatlab.continuation import begin, go_on, keep_progress
+from moatlab.environment import keep_freed_memory
+from moatlab.errors import Interrupted, NotWritten, RunFailed, UserError
+from moatlab.guards import Guard
 from moatlab.interrupts import Caught, signals_caught
+from moatlab.logbook import Logbook, announce
+from moatlab.methods import Method, Stage
+from moatlab.models import read_weights, set_weights, users_code
 from moatlab.monitor import PASSES as MONITOR_PASSES
-from moatlab.monitor import collapsed_at, measure
-from moatlab.precision import full_precision
+from moatlab.monitor import collapsed_at, judge, measure
+from moatlab.precision import full_precision, same_bits
 from moatlab.preparation import Session, prepare
 from moatlab.randomness import generator, key
 from moatlab.recipe import Recipe
 from moatlab.runfolder import RunFolder, RunRecord
 from moatlab.schedules import SCHEDULES
 from moatlab.stages import Context, stage_loss
-
-LOSS_CHECK_STEPS = 50  # how often an accelerator is asked whether a loss was NaN; the CPU is asked every step
-SMALLEST_SCALE = 1e-3  # of fp16 gradients; it begins at 65536 and is halved at each overflow
-ROW = "{:>5} {:<11} {:>7} {:>6} {:>6} {:>6} {:>6} {:>7} {:>8} {:>8}"
 
 
 def train(
@@ -55,9 +55,15 @@ def train(
     torch.set_num_threads(recipe.threads)
     try:
         with torch.random.fork_rng():
-            session = prepare(recipe, data_dir, continuing=folder.checkpoint.exists())
+            session = prepare(recipe, data_dir, continuing=bool(folder.checkpoints))
             last_step = session.total_steps if max_steps is None else min(max_steps, session.total_steps)
-            with full_precision() if session.precision == "fp32" else nullcontext():
+            reproducible = recipe.deterministic or session.device.type == "cpu"
+            with (
+                full_precision() if session.precision == "fp32" else nullcontext(),
+                same_bits(strict=recipe.deterministic) if reproducible else nullcontext(),
+                folder.for_one_process(),
+            ):
+                folder.check(recipe, resume=resume)  # again: until now another process may have worked here
                 return Run(session, folder).until(last_step, checkpoint_every)
     finally:
         torch.set_num_threads(threads)
@@ -68,13 +74,10 @@ class Run:
 
     def __init__(self, session: Session, folder: RunFolder) -> None:
         self.session, self.folder = session, folder
-        self.progress, self.record = self._continue() if folder.checkpoint.exists() else self._begin()
+        self.progress, self.record = (go_on if folder.checkpoints else begin)(session, folder)
         self.meter = Meter()
-        self.trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
-        state = [*session.model.parameters(), *session.model.buffers()]  # a buffer may hold -inf by design, as masks do
-        self.finite_at_first = [tensor for tensor in state if bool(torch.isfinite(tensor).all())]
+        self.guard = Guard(session)
         self.loss_sum = torch.tensor(self.progress.loss_sum, device=session.device)
-        self.first_bad_step = torch.tensor(-1, device=session.device)
         # Work is counted in passes over the training set; watching an image costs its share of one.
         self.watching_image = MONITOR_PASSES / (session.steps_per_epoch * session.recipe.batch_size)
         watched = session.recipe.epochs * len(session.watched_y) + len(session.images.test_y)
@@ -82,45 +85,10 @@ class Run:
         self.pace = display.Pace(total, self.work())
         self.caught = Caught()
 
-    def _begin(self) -> tuple[Progress, RunRecord]:
-        session, recipe, images = self.session, self.session.recipe, self.session.images
-        data = {
-            "name": images.name, "sha256": images.sha256, "source": images.source, "note": images.note,
-            "trained_on": len(session.batches.y), "held_out": recipe.holdout, "test": len(images.test_y),
-            "classes": len(images.classes), "monitor": recipe.monitor, "monitored": len(session.watched_y),
-        }  # fmt: skip
-        record = RunRecord(
-            status="running", method=recipe.method, cycle=str(session.method), epochs=recipe.epochs,
-            steps_per_epoch=session.steps_per_epoch, setting=recipe.setting,
-            planned=session.method.cost(recipe.epochs).as_dict(), counted=Progress().cost.as_dict(), data=data,
-            environment=environment_of(session),
-        )  # fmt: skip
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        self.folder.write_recipe(recipe)
-        self.folder.metrics.write_text("")
-        self.folder.write_record(record)
-        save_checkpoint(self.folder.checkpoint, session.model, session.optimizer, Progress(), session.scaler)
-        return Progress(), record
-
-    def _continue(self) -> tuple[Progress, RunRecord]:
-        session, record = self.session, self.folder.read_record()
-        if record.data["sha256"] != session.images.sha256:
-            raise UserError(
-                f"{session.recipe.data} is not the data that the run in {self.folder.path} was started with"
-            )
-        progress = load_checkpoint(self.folder.checkpoint, session.model, session.optimizer, session.scaler)
-        with self.folder.metrics.open("ab") as file:
-            file.truncate(progress.metrics_bytes)
-        record.status, record.message = "running", None
-        record.environment = environment_of(session)
-        self.folder.write_record(record)
-        display.note(f"continuing {self.folder.path} at step {progress.step} of {session.total_steps}")
-        return progress, record
-
     def until(self, last_step: int, checkpoint_every: float) -> RunRecord:
         session, progress = self.session, self.progress
         announce(session)
-        self.board = tensorboard(self.folder, progress.epochs_logged)
+        self.log = Logbook(self.folder, progress)
         self.bar = display.Bar(session.recipe.method, self.pace.total)
         with self.meter.counting(session.model), signals_caught() as self.caught, self.bar:
             try:
@@ -132,11 +100,11 @@ class Run:
                     where = f"{error} after step {progress.step} of {session.total_steps}"
                     raise Interrupted(f"{where}; nothing is lost", error.signal_number) from None
             except RunFailed as error:
-                self.describe("failed", str(error))
+                with suppress(NotWritten):
+                    self.describe("failed", str(error))
                 raise
             finally:
-                if self.board:
-                    self.board.close()
+                self.log.close()
         if self.record.status == "stopped":
             where = f"stopped after step {progress.step} of {session.total_steps}"
             display.note(f"{where}; continue with --resume, ETA {self.pace.eta(self.work())}")
@@ -150,35 +118,46 @@ class Run:
                 self.end_epoch()
                 saved_at = time.monotonic()
             self.caught.raise_if_any()
-            if progress.step >= last_step:
+            if progress.step >= last_step or progress.stopped:
                 break
             self.step()
             self.show_progress()
             if time.monotonic() - saved_at >= checkpoint_every:
-                self.save("running")
+                self.save_if_possible()
                 saved_at = time.monotonic()
-        if progress.step == session.total_steps:
+        if progress.step == session.total_steps or progress.stopped:
             self.evaluate()
+
+    # --- a step
+
+    @property
+    def method(self) -> Method:
+        """The method of the current epoch: the recipe's, or after a collapse the one that took its place."""
+        return self.session.then if self.progress.replaced else self.session.method
+
+    def stage_at(self, step: int) -> Stage:
+        """The stage of a step of the current epoch."""
+        return self.method.stage_at(step // self.session.steps_per_epoch, self.session.recipe.epochs)
 
     def step(self) -> None:
         """One step of the optimizer. Every draw in it is a function of (seed, step)."""
         session, recipe, progress, step = self.session, self.session.recipe, self.progress, self.progress.step
         begun = time.perf_counter()
-        stage = session.method.stage_at(step // session.steps_per_epoch, recipe.epochs)
+        stage = self.stage_at(step)
         x, y = session.batches.at(step)
         torch.manual_seed(key(recipe.seed, "inside the model", step))  # dropout and the like
         draws = generator(recipe.seed, "stage", step, device=session.device)
         model, classes = session.trained_model, len(session.images.classes)
         context = Context(model, model, recipe.eps_value, draws, classes, recipe.bn_in_attack)
-        loss = stage_loss(stage, context, x, y)
-        session.optimizer.zero_grad(set_to_none=True)
-        # Trained are the parameters, and no input that a stage left in the graph.
-        session.scaler.scale(loss).backward(inputs=self.trained)  # type: ignore[no-untyped-call]
-        self.watch_loss(loss.detach())
+        self.guard.begin_step()
+        with users_code(f"{self.where(step)} failed", RunFailed):  # a model or a stage of theirs, or a lack of memory
+            loss = stage_loss(stage, context, x, y)
+            session.optimizer.zero_grad(set_to_none=True)
+            # Trained are the parameters, and no input that a stage left in the graph.
+            session.scaler.scale(loss).backward(inputs=self.guard.trained)  # type: ignore[no-untyped-call]
         for group in session.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
-        session.scaler.step(session.optimizer)
-        session.scaler.update()
+        self.loss_sum += self.guard.update(step, loss.detach())
         counted = self.meter.take()
         if counted != stage.step_cost:
             raise RunFailed(
@@ -186,103 +165,186 @@ class Run:
                 f"but {counted.kinds} were counted; correct its cost in moatlab.methods.STAGES"
             )
         progress.cost += counted
+        if progress.replaced:
+            planned = session.method.stage_at(step // session.steps_per_epoch, recipe.epochs).step_cost
+            progress.healing_cost += counted + planned * -1
         progress.step += 1
         seconds = time.perf_counter() - begun
         progress.epoch_seconds += seconds
         progress.train_seconds += seconds
+        if self.guard.is_time_to_look(step):
+            self.look()
 
-    def watch_loss(self, loss: torch.Tensor) -> None:
-        """Add up the loss and stop at one that is not finite: before the weights are touched where asking is cheap."""
-        step = self.progress.step
-        self.loss_sum += loss
-        newly_bad = (self.first_bad_step < 0) & ~torch.isfinite(loss)
-        self.first_bad_step = torch.where(newly_bad, step, self.first_bad_step)
-        if self.session.device.type == "cpu" or step % LOSS_CHECK_STEPS == 0:
-            self.raise_if_bad()
-
-    def raise_if_bad(self) -> None:
-        if (step := int(self.first_bad_step)) >= 0:
-            raise self.failure(f"the loss became NaN or infinite at {self.where(step)}")
-
-    def raise_if_not_finite(self) -> None:
-        """Nothing is measured or saved once the loss, a weight or a running statistic is not a number."""
-        self.raise_if_bad()
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in self.finite_at_first):
-            raise self.failure(f"the weights are no longer finite after {self.where(self.progress.step - 1)}")
-        if self.session.precision == "fp16" and self.session.scaler.get_scale() < SMALLEST_SCALE:
+    def look(self) -> None:
+        """Nothing is measured or saved once a weight or a running statistic is not a number."""
+        session, progress = self.session, self.progress
+        epoch_begun = (progress.step - 1) // session.steps_per_epoch * session.steps_per_epoch
+        for number in self.guard.bad_steps():
+            step = epoch_begun + number
+            images = session.batches.numbers(step).tolist()
+            shown = ", ".join(map(str, images[:3])) + (f" and {len(images) - 3} more" if len(images) > 3 else "")
+            what = f"the loss or a gradient became NaN or infinite at {self.where(step)}, images {shown}"
+            facts = {"at_step": step + 1, "stage": str(self.stage_at(step)), "lr": self.learning_rate(step)}
+            with suppress(NotWritten):
+                self.log.event("nan", f"{what}; {session.recipe.on_nan}", **facts, images=images)
+            if session.recipe.on_nan == "stop":
+                raise self.failure(what)
+            progress.skipped += 1
+            progress.epoch_skipped += 1
+        if progress.step and not self.guard.weights_are_finite():
+            raise self.failure(f"the weights are no longer finite after {self.where(progress.step - 1)}")
+        if not self.guard.gradients_fit():
             raise self.failure(
                 "the gradients do not fit into fp16, and steps are skipped: use --precision bf16 or fp32"
             )
 
     def where(self, step: int) -> str:
         epoch = step // self.session.steps_per_epoch
-        stage = self.session.method.stage_at(epoch, self.session.recipe.epochs)
-        return f"step {step + 1} (epoch {epoch + 1}, stage {stage}, lr {self.learning_rate(step):.3g})"
+        return f"step {step + 1} (epoch {epoch + 1}, stage {self.stage_at(step)}, lr {self.learning_rate(step):.3g})"
 
     def failure(self, what: str) -> RunFailed:
         kept = f"the last good checkpoint is kept in {self.folder.path}"
         return RunFailed(f"{what}; {kept}, and a lower --lr in a new folder may help")
 
+    # --- the end of an epoch
+
     def end_epoch(self) -> None:
-        """Measure the watched images, write the epoch's line, save."""
+        """Measure the watched images, write the epoch's line, act where robustness is lost, save."""
         session, recipe, progress = self.session, self.session.recipe, self.progress
-        self.raise_if_not_finite()
+        self.look()
+        if progress.epoch_skipped == session.steps_per_epoch:
+            raise self.failure(f"every step of epoch {progress.epochs_logged + 1} was skipped")
         epoch = progress.epochs_logged
         begun = time.perf_counter()
-        accuracy = measure(
-            session.model,
-            session.watched_x,
-            session.watched_y,
-            eps=recipe.eps_value,
-            seed=recipe.seed,
-            tick=self.tick,
-        )
+        measured = self.measure(session.watched_x, session.watched_y)
         seconds = time.perf_counter() - begun
         progress.monitor_seconds += seconds
         progress.monitor_cost += self.meter.take()
-        stage = session.method.stage_at(epoch, recipe.epochs)
-        line = {
+        stage = self.stage_at(progress.step - 1)
+        comparable = self.method.ends_cycle(epoch)
+        self.log.epoch({
             "epoch": epoch + 1, "stage": str(stage), "k": stage.value, "lr": self.learning_rate(progress.step - 1),
-            "loss": self.loss_sum.item() / session.steps_per_epoch, **accuracy, "monitor": recipe.monitor,
+            "loss": self.loss_sum.item() / (session.steps_per_epoch - progress.epoch_skipped), **measured,
+            "monitor": recipe.monitor, "comparable": comparable,
             "passes": progress.cost.passes / session.steps_per_epoch,
             "train_seconds": round(progress.epoch_seconds, 3), "monitor_seconds": round(seconds, 3),
-        }  # fmt: skip
-        self.folder.append_metrics(line)
-        show_row(line)
-        if self.board:
-            for name in ("lr", "loss", "clean", "fgsm", "pgd7", "passes", "train_seconds", "monitor_seconds"):
-                self.board.add_scalar(name, line[name], epoch + 1)
-            self.board.flush()
-        comparable = recipe.monitor == "holdout" and session.method.ends_cycle(epoch)
-        if comparable and accuracy["pgd7"] > progress.best_pgd7:
-            progress.best_epoch, progress.best_pgd7 = epoch + 1, accuracy["pgd7"]
-            save_model(self.folder.best_model, session.model, session.description)
+        })  # fmt: skip
         progress.epochs_logged += 1
-        progress.metrics_bytes = self.folder.metrics.stat().st_size
-        progress.epoch_seconds = 0.0
+        progress.epoch_seconds, progress.epoch_skipped = 0.0, 0
         self.loss_sum.zero_()
-        self.save("running")
+        if comparable:
+            better = recipe.monitor == "holdout" and measured["pgd7"] > progress.best_pgd7
+            if better and self.save_model_if_possible(self.folder.best_model):
+                progress.best_epoch, progress.best_pgd7 = epoch + 1, measured["pgd7"]
+            self.watch_for_collapse()
+        self.save_if_possible()
+
+    def watch_for_collapse(self) -> None:
+        """Act by the recipe where a comparable check shows catastrophic overfitting, and where it is over."""
+        progress, recipe = self.progress, self.session.recipe
+        checks = [line for line in progress.history if line["comparable"]]
+        verdict, epoch, now = judge(checks), progress.epochs_logged, checks[-1]
+        best = max(check["pgd7"] for check in checks)
+        facts = {name: now[name] for name in ("fgsm", "pgd7", "alignment")} | {"epoch": epoch, "best_pgd7": best}
+        shown = f"pgd7 {100 * now['pgd7']:.1f} % (best {100 * best:.1f} %), fgsm {100 * now['fgsm']:.1f} %"
+        if verdict == "good":
+            if progress.alarmed:
+                progress.alarmed = False
+                # Once it has collapsed twice, it would again: then it is healed to the end.
+                if recipe.on_collapse == "heal" and len(progress.alarms) == 1:
+                    progress.replaced = False
+                goes_on = f"; on with {self.method}" if recipe.on_collapse == "heal" else ""
+                self.log.event("recovered", f"robustness is back at epoch {epoch}: {shown}{goes_on}", **facts)
+            if recipe.on_collapse != "warn" and self.save_model_if_possible(self.folder.good_model):
+                progress.good_epoch = epoch
+        elif verdict == "collapsed" and not progress.alarmed:
+            progress.alarms.append(epoch)
+            what = f"robustness collapsed at epoch {epoch}: {shown}, alignment {now['alignment']:.2f}"
+            action = self.answer_to_collapse()
+            self.log.event("collapse", f"{what}; {action}", **facts, action=recipe.on_collapse)
+
+    def answer_to_collapse(self) -> str:
+        """Do what the recipe says, and say what was done."""
+        progress, recipe, policy = self.progress, self.session.recipe, self.session.recipe.on_collapse
+        at_the_end = progress.step == self.session.total_steps
+        if policy == "warn":
+            progress.alarmed = True
+            return "--on-collapse stop, rollback or heal would act on it"
+        if policy == "stop" or at_the_end:
+            self.go_back()
+            progress.stopped, progress.kept_epoch = True, progress.good_epoch
+            return f"ended with the model of epoch {progress.good_epoch}"
+        progress.replaced = True
+        if policy == "heal":
+            progress.alarmed = True
+            return f"healing with {recipe.then} until it is back"
+        self.go_back()
+        return f"back to the model of epoch {progress.good_epoch}, and on with {recipe.then}"
+
+    def go_back(self) -> None:
+        """The weights of the last good epoch, with the momentum at rest."""
+        session = self.session
+        if self.progress.good_epoch is None:
+            raise RunFailed(f"{self.folder.good_model} could not be written before: there is no epoch to go back to")
+        try:
+            set_weights(session.model, read_weights(self.folder.good_model)[0], self.folder.good_model)
+        except UserError as error:
+            raise RunFailed(f"{error}; there is no epoch to go back to") from None
+        for state in session.optimizer.state.values():
+            state["momentum_buffer"].zero_()
 
     def evaluate(self) -> None:
         """The one look at the test images."""
-        session, recipe, images = self.session, self.session.recipe, self.session.images
-        x, y = images.test_x.to(session.device), images.test_y.to(session.device)
-        accuracy = measure(session.model, x, y, eps=recipe.eps_value, seed=recipe.seed, tick=self.tick)
-        self.record.final = accuracy | {"images": len(y)}
-        self.record.collapsed_at = collapsed_at([line["pgd7"] for line in self.folder.read_metrics()], session.method)
+        device, images = self.session.device, self.session.images
+        measured = self.measure(images.test_x.to(device), images.test_y.to(device))
+        self.record.final = measured | {"images": len(images.test_y)}
+        checks = [(line["epoch"], line["pgd7"]) for line in self.progress.history if line["comparable"]]
+        self.record.collapsed_at = collapsed_at(checks)
+
+    def measure(self, x: Tensor, y: Tensor) -> dict[str, float]:
+        recipe = self.session.recipe
+        with users_code(f"measuring accuracy after step {self.progress.step} failed", RunFailed):
+            return measure(self.session.model, x, y, eps=recipe.eps_value, seed=recipe.seed, tick=self.tick)
+
+    # --- what stays
 
     def save(self, status: str, message: str | None = None) -> None:
         """The model, the checkpoint and the record; never weights that are not finite over good ones."""
-        session, self.progress.loss_sum = self.session, self.loss_sum.item()
-        self.raise_if_not_finite()
-        save_model(self.folder.model, session.model, session.description)
-        save_checkpoint(self.folder.checkpoint, session.model, session.optimizer, self.progress, session.scaler)
+        self.look()
+        self.progress.loss_sum = self.loss_sum.item()
+        keep_progress(self.session, self.folder, self.progress)
+        self.save_model(self.folder.model)
         self.describe(status, message)
+
+    def save_if_possible(self) -> None:
+        """Where there is no room for a checkpoint the run goes on, and the last one stays."""
+        try:
+            self.save("running")
+        except NotWritten as error:
+            self._tell_of_full_disk(error)
+
+    def save_model(self, path: Path) -> None:
+        self.progress.models[path.name] = save_model(path, self.session.model, self.session.description)
+
+    def save_model_if_possible(self, path: Path) -> bool:
+        try:
+            self.save_model(path)
+        except NotWritten as error:
+            self._tell_of_full_disk(error)
+            return False
+        return True
+
+    def _tell_of_full_disk(self, error: NotWritten) -> None:
+        with suppress(NotWritten):
+            self.log.event("not written", f"{error}; training goes on, and earlier files stay")
 
     def describe(self, status: str, message: str | None = None) -> None:
         record, progress = self.record, self.progress
         record.status, record.message, record.steps_done = status, message, progress.step
         record.counted = progress.cost.as_dict(self.session.steps_per_epoch)
+        record.models = progress.models
+        record.healing = progress.healing_cost.as_dict(self.session.steps_per_epoch)
+        record.alarms, record.kept_epoch, record.skipped_steps = progress.alarms, progress.kept_epoch, progress.skipped
         record.monitoring = progress.monitor_cost.as_dict()
         record.train_seconds = round(progress.train_seconds, 3)
         record.monitor_seconds = round(progress.monitor_seconds, 3)
@@ -296,13 +358,14 @@ class Run:
         return schedule(step, epochs=recipe.epochs, steps_per_epoch=self.session.steps_per_epoch, peak=recipe.lr)
 
     def work(self) -> float:
-        passes = self.progress.cost.passes / self.session.steps_per_epoch
+        """What is done of the plan: healing comes on top of it."""
+        passes = (self.progress.cost.passes - self.progress.healing_cost.passes) / self.session.steps_per_epoch
         return passes + self.progress.epochs_logged * len(self.session.watched_y) * self.watching_image
 
     def show_progress(self, images_watched: int = 0) -> None:
         recipe, step = self.session.recipe, self.progress.step
         epoch = min(step // self.session.steps_per_epoch, recipe.epochs - 1)
-        stage = self.session.method.stage_at(epoch, recipe.epochs)
+        stage = self.method.stage_at(epoch, recipe.epochs)
         done = self.work() + images_watched * self.watching_image
         text = f"step {step}/{self.session.total_steps}  ETA {self.pace.eta(done)}"
         self.bar.update(done, text, title=f"epoch {epoch + 1}/{recipe.epochs} {stage}")
@@ -311,35 +374,3 @@ class Run:
         """Called while accuracies are measured: shows how far that is, and lets ctrl-C through."""
         self.show_progress(images_watched)
         self.caught.raise_if_any()
-
-
-def environment_of(session: Session) -> dict[str, Any]:
-    return describe_environment() | {"device": str(session.device), "precision": session.precision}
-
-
-def announce(session: Session) -> None:
-    recipe, method, epochs = session.recipe, session.method, session.recipe.epochs
-    cycle = f" = {method}" if str(method) != recipe.method else ""
-    passes = method.cost(epochs).passes
-    display.note(f"{recipe.method}{cycle}: {passes:g} passes over {len(session.batches.y):,} training images")
-    display.note(recipe.setting)
-    if not method.ends_cycle(epochs - 1):
-        last, better = method.stage_at(epochs - 1, epochs), method.epochs_to_end_of_cycle(epochs)
-        display.warn(f"{epochs} epochs end at the stage {last}; --epochs {better} would end at the cycle's last stage")
-    display.note(ROW.format("epoch", "stage", "lr", "loss", "clean", "fgsm", "pgd7", "passes", "train s", "watch s"))
-
-
-def show_row(line: dict[str, Any]) -> None:
-    percent = [f"{100 * line[name]:.1f}" for name in ("clean", "fgsm", "pgd7")]
-    seconds = [f"{line['train_seconds']:.1f}", f"{line['monitor_seconds']:.1f}"]
-    numbers = [f"{line['lr']:.4f}", f"{line['loss']:.3f}", *percent, f"{line['passes']:g}", *seconds]
-    display.note(ROW.format(line["epoch"], line["stage"], *numbers))
-
-
-def tensorboard(folder: RunFolder, epochs_logged: int) -> Any:
-    """A TensorBoard writer into the run folder, where TensorBoard is installed."""
-    if find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder.path), purge_step=epochs_logged + 1)

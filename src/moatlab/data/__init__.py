@@ -27,10 +27,6 @@ __all__ = ["KNOWN_SIZES", "Images", "available", "cache_dir", "get_images_folder
 KNOWN_SIZES = {name: (spec.train_count, spec.test_count, len(spec.classes)) for name, spec in SPECS.items()}
 
 MINI_FOLDER = Path(__file__).parent / "mini"
-MINI_SHA256 = {
-    "train.bin": "f09c18f638b2b8571bbd2731815983e3da7f071406fb64f5f02b9b3be12d162f",
-    "test.bin": "8a16ba763b7c31333b77f71ff7cff4cff8af5715fc2058b8acd8a47960ddd9de",
-}
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,13 +29,17 @@ class Batches:
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """The batch of a step: images as float32 in [0, 1], shape (B, C, H, W), channels last in memory."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        order = epoch_order(len(self.y), self.seed, epoch, self.x.device)
-        chosen = order[position * self.batch_size : (position + 1) * self.batch_size]
+        chosen = self.numbers(step)
         images = self.x[chosen]
         if self.augment:
             images = crop_and_flip(images, generator(self.seed, "augment", step, device=self.x.device))
         return as_floats(images), self.y[chosen]
+
+    def numbers(self, step: int) -> Tensor:
+        """Which of the training images are in the batch of a step."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        order = epoch_order(len(self.y), self.seed, epoch, self.x.device)
+        return order[position * self.batch_size : (position + 1) * self.batch_size]
 
 
 @lru_cache(maxsize=2)

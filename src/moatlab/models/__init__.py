@@ -5,12 +5,14 @@ A model takes images in [0, 1] and returns logits. Normalisation belongs inside 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import json
 import pickle
 import struct
 import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,15 +22,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from moatlab.errors import UserError
-from moatlab.files import SCHEMA
+from moatlab.errors import Interrupted, RunFailed, UserError, needs_trust
+from moatlab.files import SCHEMA, read_json
 from moatlab.models.preact_resnet import PreActResNet18
 
 BUILT_IN = {"preact_resnet18": PreActResNet18}
 METADATA_KEY = "moatlab"
 UNREADABLE = (
     RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError,
-    struct.error,
+    struct.error, RecursionError, MemoryError, ArithmeticError,
 )  # what torch.load was seen to raise on damaged files  # fmt: skip
 PICKLED = (".pt", ".pth", ".ckpt", ".bin", ".tar")
 
@@ -70,13 +72,14 @@ def _build_by_factory(name: str, classes: int) -> nn.Module:
 
 
 @contextmanager
-def users_code(trouble: str) -> Iterator[None]:
+def users_code(trouble: str, kind: type[Exception] = UserError) -> Iterator[None]:
     """Code of the user's runs inside, which may raise anything; it is told as a sentence (and whole by --debug)."""
     try:
         yield
+    except (UserError, RunFailed, Interrupted):
+        raise
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise UserError(f"{trouble} ({type(error).__name__}: {reason})") from error
+        raise kind(f"{trouble} ({type(error).__name__}: {first_line(error)})") from error
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -88,17 +91,46 @@ def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         return _read_pickled(path), {}
     try:
         with safe_open(path, framework="pt") as file:
-            description = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+            metadata = file.metadata() or {}
+            description = json.loads(metadata.get(METADATA_KEY, "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except FileNotFoundError:
         raise UserError(f"there is no trained model at {path}") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is not a readable .safetensors file ({error})") from None
+    except (SafetensorError, OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is not a readable .safetensors file ({first_line(error)})") from None
     if not isinstance(description, dict):
         raise UserError(f"{path} does not describe its model as moatlab does")
     if description.get("schema", SCHEMA) != SCHEMA:
         raise UserError(f"{path} has schema {description['schema']}; this version of moatlab reads {SCHEMA}")
+    if METADATA_KEY in metadata and description.get("sha256") != fingerprint(tensors, description):
+        raise UserError(f"{path} is damaged, or was changed after it was written: its checksum does not fit")
+    check_origin(path, description.get("sha256"))
     return tensors, description
+
+
+def check_origin(path: Path, digest: str | None) -> None:
+    """The model file of a finished run is the one that the run wrote."""
+    try:
+        record = read_json(path.parent / "run.json")
+    except UserError:
+        return  # not in a run's folder, or nothing to go by
+    if record.get("status") == "finished" and record.get("models", {}).get(path.name, digest) != digest:
+        raise UserError(f"{path} is not the model that this run wrote; it was replaced by another")
+
+
+def fingerprint(tensors: dict[str, torch.Tensor], description: dict[str, Any]) -> str:
+    """Names the exact content of a model's file: a flipped bit of a weight, or of the radius it is for, changes it."""
+    described = {name: value for name, value in description.items() if name != "sha256"}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, as part of a sentence."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
@@ -106,21 +138,32 @@ def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
     if not path.exists():
         raise UserError(f"there is no trained model at {path}")
     try:
+        check_archive(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(
             f"{path} holds more than tensors, or is damaged; it was refused unread, because unpickling it could run "
             "code (save model.state_dict() instead)"
         ) from None
-    except UNREADABLE as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{path} can't be read; it is truncated or not a PyTorch file ({reason})") from None
+    except (*UNREADABLE, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} can't be read; it is truncated or not a PyTorch file ({first_line(error)})") from None
     for name in ("state_dict", "model_state_dict", "model", "net"):
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise UserError(f"{path} is not a state dict: it holds something besides named tensors")
     return {str(name): tensor for name, tensor in content.items()}
+
+
+def check_archive(path: Path) -> None:
+    """What torch.load does not look at in a zip archive: checksums, and parts that explode when they are unpacked."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+            raise UserError(f"{path} was not written by torch.save: its parts are compressed")
+        if damaged := archive.testzip():
+            raise UserError(f"{path} is damaged: the checksum of its part {damaged} does not fit")
 
 
 def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str | Path) -> None:
@@ -144,12 +187,18 @@ def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str 
     model.load_state_dict(tensors)
 
 
-def load(run: str | Path) -> nn.Module:
-    """The trained model of a run folder or a `.safetensors` file that a run wrote, on the CPU, in eval mode."""
+def load(run: str | Path, *, trust_model_code: bool = False) -> nn.Module:
+    """The trained model of a run folder or a `.safetensors` file that a run wrote, on the CPU, in eval mode.
+
+    A file that names a factory (`package.module:factory`) would have that module imported: it is refused, unless you
+    say that you trust it.
+    """
     tensors, description = read_weights(run)
     name, classes, arguments = (description.get(key) for key in ("model", "classes", "arguments"))
     if not (isinstance(name, str) and isinstance(classes, int) and isinstance(arguments, dict)):
         raise UserError(f"{run} does not say which model it holds; moatlab.load reads files that moatlab wrote")
+    if name not in BUILT_IN and not trust_model_code:
+        raise needs_trust(name, run)
     model = build_model(name, classes=classes, arguments=arguments)
     set_weights(model, tensors, run)
     return model.eval()

@@ -46,23 +46,33 @@ def plot_bench(path: Path, result: dict[str, Any]) -> None:
         figure.savefig(file, format="png", dpi=150)
 
 
-def plot_pgd7(path: Path, histories: dict[str, list[dict[str, Any]]], *, title: str, images: str) -> None:
+def plot_pgd7(
+    path: Path, histories: dict[str, list[dict[str, Any]]], events: dict[str, list[dict[str, Any]]], *, title: str,
+    images: str,
+) -> None:  # fmt: skip
     """PGD-7 accuracy over the epochs, a line for each method: figure 1 of the paper.
 
     Within a cycle accuracy falls at each benign stage, so a bold line joins the ends of cycles, which can be compared.
+    A cross marks the monitor's alarm, a ring the epoch at which robustness is back.
     """
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for (spec, lines), colour in zip(histories.items(), cycle(COLOURS), strict=False):
         method = parse_method(spec)
         points = [(line["epoch"], 100 * line["pgd7"]) for line in lines]
-        ends = [point for point in points if method.ends_cycle(point[0] - 1)]
+        ends = [(line["epoch"], 100 * line["pgd7"]) for line in lines if line["comparable"]]
         if len(method.stages) > 1:
             axes.plot(*zip(*points, strict=True), linewidth=1, alpha=0.35, color=colour)
         label = spec if len(method.stages) == 1 else f"{spec} (bold: the ends of its cycles)"
         axes.plot(
             [e for e, _ in ends], [v for _, v in ends], marker="o", markersize=4, linewidth=2, color=colour, label=label
         )
+        for event in events[spec]:
+            place, alarm = (event["epoch"], 100 * event["pgd7"]), event["event"] == "collapse"
+            axes.plot(*place, marker="x" if alarm else "o", markersize=12, markerfacecolor="none", color=colour)
+            if alarm:
+                label = f"{spec}: alarm, {event['action']}"
+                axes.annotate(label, place, (0, 12), textcoords="offset points", fontsize=8, color=colour)
     axes.set_xlabel("epoch")
     axes.set_ylabel(f"PGD-7 accuracy on {images} (%)")
     axes.set_ylim(bottom=0)

@@ -1,0 +1,88 @@
+"""How a run begins, and how it goes on after any ending: from the newest checkpoint that is whole, to the same bits."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from moatlab import display
+from moatlab.checkpoint import Progress, load_checkpoint, save_checkpoint
+from moatlab.environment import describe_environment
+from moatlab.errors import Damaged, NotWritten, UserError
+from moatlab.files import restore_lines
+from moatlab.preparation import Session
+from moatlab.runfolder import RunFolder, RunRecord
+
+
+def begin(session: Session, folder: RunFolder) -> tuple[Progress, RunRecord]:
+    if folder.record.exists():  # it is written after the first checkpoint
+        raise UserError(f"the run in {folder.path} has lost its checkpoint; begin anew in another folder")
+    folder.write_recipe(session.recipe)
+    restore_lines(folder.metrics, [])
+    restore_lines(folder.events, [])
+    progress, record = Progress(), new_record(session)
+    keep_progress(session, folder, progress)
+    folder.write_record(record)
+    return progress, record
+
+
+def go_on(session: Session, folder: RunFolder) -> tuple[Progress, RunRecord]:
+    try:
+        record = folder.read_record()
+        if record.data["sha256"] != session.images.sha256:
+            raise UserError(f"{session.recipe.data} is not the data that the run in {folder.path} was started with")
+    except Damaged as error:
+        display.warn(f"{error}; it is made anew")
+        record = new_record(session)
+    progress = newest_progress(session, folder)
+    restore_lines(folder.metrics, progress.history)
+    restore_lines(folder.events, progress.events)
+    record.status, record.message, record.final = "running", None, None
+    record.environment = environment_of(session)
+    with suppress(NotWritten):  # a full disk is told of when more than this is to be written
+        folder.write_record(record)
+    display.note(f"continuing {folder.path} at step {progress.step} of {session.total_steps}")
+    return progress, record
+
+
+def newest_progress(session: Session, folder: RunFolder) -> Progress:
+    """Where the newest checkpoint stands that is whole, with its weights and momentum put back."""
+    failures = []
+    for path in folder.checkpoints:
+        try:
+            progress = load_checkpoint(
+                path, session.model, session.optimizer, session.scaler, identity=session.identity
+            )
+        except UserError as error:
+            failures.append(str(error))
+            continue
+        if failures:
+            display.warn(f"{failures[0]}; the one before it is used, {path}")
+        return progress
+    raise UserError("; ".join(failures) + "; begin anew in another folder")
+
+
+def keep_progress(session: Session, folder: RunFolder, progress: Progress) -> None:
+    save_checkpoint(
+        folder.checkpoint, session.model, session.optimizer, progress, session.scaler, identity=session.identity,
+        previous=folder.previous_checkpoint,
+    )  # fmt: skip
+
+
+def new_record(session: Session) -> RunRecord:
+    recipe, images = session.recipe, session.images
+    data = {
+        "name": images.name, "sha256": images.sha256, "source": images.source, "note": images.note,
+        "trained_on": len(session.batches.y), "held_out": recipe.holdout, "test": len(images.test_y),
+        "classes": len(images.classes), "monitor": recipe.monitor, "monitored": len(session.watched_y),
+    }  # fmt: skip
+    return RunRecord(
+        status="running", method=recipe.method, cycle=str(session.method), epochs=recipe.epochs,
+        steps_per_epoch=session.steps_per_epoch, setting=recipe.setting,
+        planned=session.method.cost(recipe.epochs).as_dict(), counted=Progress().cost.as_dict(), data=data,
+        environment=environment_of(session),
+    )  # fmt: skip
+
+
+def environment_of(session: Session) -> dict[str, Any]:
+    return describe_environment() | {"device": str(session.device), "precision": session.precision}

@@ -1,0 +1,75 @@
+"""Is the loss, a gradient or a weight no longer a number? Noted on the device at every step, asked for now and then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from moatlab.preparation import Session
+
+LOOK_STEPS = 50  # how often an accelerator, which would have to wait, is asked; the CPU is asked at every step
+SMALLEST_SCALE = 1e-3  # of fp16 gradients; it begins at 65536 and is halved at each overflow
+
+
+class Guard:
+    """Lets the optimizer update the weights only by gradients that are finite.
+
+    With `--on-nan stop` the first step that has others is the last; with `skip` it is as if it had not been: neither
+    weights, momentum nor BatchNorm's statistics move.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.skipping = session, session.recipe.on_nan == "skip"
+        self.trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
+        self.buffers = list(session.model.buffers()) if self.skipping else []
+        state = [*session.model.parameters(), *session.model.buffers()]  # a buffer may hold -inf by design, as masks do
+        self.finite_at_first = [tensor for tensor in state if bool(all_finite([tensor]))]
+        self.bad = torch.zeros(session.steps_per_epoch, dtype=torch.bool, device=session.device)  # steps of an epoch
+
+    def begin_step(self) -> None:
+        self.before = [buffer.clone() for buffer in self.buffers]
+
+    def update(self, step: int, loss: Tensor) -> Tensor:
+        """The optimizer's step, unless the loss or a gradient is not finite; the loss, or 0 if it was not taken.
+
+        PyTorch's fused SGD does nothing where `found_inf` is 1, so that nobody has to wait for the answer.
+        """
+        optimizer, scaler = self.session.optimizer, self.session.scaler
+        bad = ~torch.isfinite(loss)
+        if not scaler.is_enabled():  # where it is, it looks at the gradients itself
+            bad |= ~all_finite(parameter.grad for parameter in self.trained if parameter.grad is not None)
+            optimizer.found_inf = (bad if self.skipping else bad | self.bad.any()).float()  # type: ignore[attr-defined]
+        scaler.step(optimizer)
+        scaler.update()
+        for buffer, before in zip(self.buffers, self.before, strict=True):
+            buffer.copy_(torch.where(bad, before, buffer))
+        self.bad[step % len(self.bad)] = bad
+        return torch.where(bad, 0.0, loss)
+
+    def is_time_to_look(self, step: int) -> bool:
+        return self.session.device.type == "cpu" or (step + 1) % LOOK_STEPS == 0
+
+    def bad_steps(self) -> list[int]:
+        """The bad steps since the last look, numbered within their epoch."""
+        found: list[int] = self.bad.nonzero().flatten().tolist()
+        self.bad.zero_()
+        return found
+
+    def weights_are_finite(self) -> bool:
+        return bool(all_finite(self.finite_at_first))
+
+    def gradients_fit(self) -> bool:
+        """False where fp16 overflows however small the gradients are made: no step is taken any more."""
+        return self.session.precision != "fp16" or self.session.scaler.get_scale() >= SMALLEST_SCALE
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    largest = [
+        torch.linalg.vector_norm(tensor.detach().float(), math.inf)
+        for tensor in tensors
+        if tensor.is_floating_point() and tensor.numel()
+    ]
+    return torch.stack(largest).isfinite().all() if largest else torch.tensor(True)

@@ -1,0 +1,73 @@
+"""What a run tells on its way: rows on the terminal, lines in metrics.jsonl and events.jsonl, TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from moatlab import display
+from moatlab.checkpoint import Progress
+from moatlab.preparation import Session
+from moatlab.runfolder import RunFolder
+
+ROW = "{:>5} {:<11} {:>7} {:>6} {:>6} {:>6} {:>6} {:>6} {:>7} {:>8}"
+SCALARS = ("lr", "loss", "clean", "fgsm", "pgd7", "alignment", "passes", "train_seconds", "monitor_seconds")
+
+
+class Logbook:
+    def __init__(self, folder: RunFolder, progress: Progress) -> None:
+        self.folder, self.progress = folder, progress
+        self.board: Any = None
+        if find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._to_board(lambda: setattr(self, "board", SummaryWriter(
+                str(folder.path), purge_step=progress.epochs_logged + 1)))  # fmt: skip
+
+    def epoch(self, line: dict[str, Any]) -> None:
+        """The one line of an epoch. What follows relies on it: if it can't be written, this raises."""
+        self.folder.append_metrics(line)
+        self.progress.history.append(line)
+        self.progress.metrics_bytes = self.folder.metrics.stat().st_size
+        percent = [f"{100 * line[name]:.1f}" for name in ("clean", "fgsm", "pgd7")]
+        numbers = [f"{line['lr']:.4f}", f"{line['loss']:.3f}", *percent, f"{line['alignment']:.2f}"]
+        work = [f"{line['passes']:g}", f"{line['train_seconds']:.1f}"]
+        display.note(ROW.format(line["epoch"], line["stage"], *numbers, *work))
+        if self.board:
+            self._to_board(lambda: [self.board.add_scalar(name, line[name], line["epoch"]) for name in SCALARS])
+            self._to_board(lambda: self.board.flush())
+
+    def event(self, name: str, message: str, **facts: Any) -> None:
+        """Something that a person should know of, and find again later."""
+        progress = self.progress
+        line = {"event": name, "step": progress.step, "epochs": progress.epochs_logged, "message": message, **facts}
+        display.warn(message)
+        self.folder.append_event(line)
+        progress.events.append(line)
+        if self.board:
+            self._to_board(lambda: self.board.add_text("events", message, progress.epochs_logged))
+
+    def _to_board(self, write: Callable[[], Any]) -> None:
+        """TensorBoard is a convenience: where it can't write, the run goes on without it."""
+        try:
+            write()
+        except OSError as error:
+            self.board = None
+            display.warn(f"TensorBoard's events can't be written ({error.strerror or error}); going on without them")
+
+    def close(self) -> None:
+        if self.board:
+            self._to_board(self.board.close)
+
+
+def announce(session: Session) -> None:
+    recipe, method, epochs = session.recipe, session.method, session.recipe.epochs
+    cycle = f" = {method}" if str(method) != recipe.method else ""
+    passes = method.cost(epochs).passes
+    display.note(f"{recipe.method}{cycle}: {passes:g} passes over {len(session.batches.y):,} training images")
+    display.note(recipe.setting)
+    if not method.ends_cycle(epochs - 1):
+        last, better = method.stage_at(epochs - 1, epochs), method.epochs_to_end_of_cycle(epochs)
+        display.warn(f"{epochs} epochs end at the stage {last}; --epochs {better} would end at the cycle's last stage")
+    display.note(ROW.format("epoch", "stage", "lr", "loss", "clean", "fgsm", "pgd7", "align", "passes", "train s"))
