@@ -4,7 +4,7 @@ SEED ?= 0
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup demo test parity bench bench-setup clean
+.PHONY: setup demo test soak parity bench bench-setup clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -25,6 +25,10 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+# Faults in great numbers, written to docs/results/reliability.json; about an hour on two cores.
+soak: setup
+	PYTHONPATH=tests $(BIN)/python -m faults.soak
 
 # Verdicts against the reference AutoAttack, written to docs/results/parity.json; about an hour on two cores.
 parity: setup

@@ -13,6 +13,13 @@ from hypothesis import settings
 from images_for_tests import tiny_images
 from moatlab import cli
 
+# Tests run side by side, each worker on a core of its own (torch is not imported yet, and will use one thread): two
+# that share cores by threads would wait for each other.
+worker = os.environ.get("PYTEST_XDIST_WORKER")
+if worker and hasattr(os, "sched_setaffinity"):
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
 settings.register_profile("no hurry", deadline=None)  # another process may be using the machine
 settings.load_profile("no hurry")
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from moatlab import display
 from moatlab.checkpoint import Progress, load_checkpoint, save_checkpoint
 from moatlab.environment import describe_environment
-from moatlab.errors import Damaged, NotWritten, UserError
+from moatlab.errors import Damaged, UserError
 from moatlab.files import restore_lines
 from moatlab.preparation import Session
 from moatlab.runfolder import RunFolder, RunRecord
@@ -20,29 +19,21 @@ def begin(session: Session, folder: RunFolder) -> tuple[Progress, RunRecord]:
     folder.write_recipe(session.recipe)
     restore_lines(folder.metrics, [])
     restore_lines(folder.events, [])
-    progress, record = Progress(), new_record(session)
-    keep_progress(session, folder, progress)
-    folder.write_record(record)
-    return progress, record
+    keep_progress(session, folder, Progress())
+    return Progress(), new_record(session)
 
 
 def go_on(session: Session, folder: RunFolder) -> tuple[Progress, RunRecord]:
     try:
-        record = folder.read_record()
-        if record.data["sha256"] != session.images.sha256:
+        if folder.read_record().data["sha256"] != session.images.sha256:
             raise UserError(f"{session.recipe.data} is not the data that the run in {folder.path} was started with")
     except Damaged as error:
         display.warn(f"{error}; it is made anew")
-        record = new_record(session)
     progress = newest_progress(session, folder)
     restore_lines(folder.metrics, progress.history)
     restore_lines(folder.events, progress.events)
-    record.status, record.message, record.final = "running", None, None
-    record.environment = environment_of(session)
-    with suppress(NotWritten):  # a full disk is told of when more than this is to be written
-        folder.write_record(record)
     display.note(f"continuing {folder.path} at step {progress.step} of {session.total_steps}")
-    return progress, record
+    return progress, new_record(session)
 
 
 def newest_progress(session: Session, folder: RunFolder) -> Progress:
@@ -77,7 +68,7 @@ def new_record(session: Session) -> RunRecord:
         "classes": len(images.classes), "monitor": recipe.monitor, "monitored": len(session.watched_y),
     }  # fmt: skip
     return RunRecord(
-        status="running", method=recipe.method, cycle=str(session.method), epochs=recipe.epochs,
+        status="running", recipe=recipe.sha256, method=recipe.method, cycle=str(session.method), epochs=recipe.epochs,
         steps_per_epoch=session.steps_per_epoch, setting=recipe.setting,
         planned=session.method.cost(recipe.epochs).as_dict(), counted=Progress().cost.as_dict(), data=data,
         environment=environment_of(session),

@@ -5,6 +5,7 @@ A recipe is made in layers: a preset, then a file, then explicit options; the la
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -124,6 +125,10 @@ class Recipe(BaseModel):
             + (f", on collapse {self.on_collapse}" if self.on_collapse != "warn" else "")
             + (f" ({self.then})" if self.on_collapse in ("rollback", "heal") else "")
         )
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.to_toml().encode()).hexdigest()
 
     def to_toml(self) -> str:
         fields = self.model_dump(mode="json", exclude_none=True)

@@ -28,6 +28,7 @@ class RunRecord:
     set; `monitoring` is in calls of the model, each on up to 250 images."""
 
     status: str  # running, stopped (by --max-steps), interrupted, failed, finished
+    recipe: str  # the checksum of its recipe
     method: str
     cycle: str
     epochs: int
@@ -142,13 +143,13 @@ class RunFolder:
     def append_event(self, line: dict[str, Any]) -> None:
         append_line(self.events, line)
 
-    def finished_record(self) -> RunRecord | None:
-        """The record, if there is one and it says that the run is done."""
+    def finished_record(self, recipe: Recipe) -> RunRecord | None:
+        """The record, if there is one and it says that the run of this recipe is done."""
         try:
             record = self.read_record()
         except Damaged:
             return None
-        return record if record.status == "finished" else None
+        return record if record.status == "finished" and record.recipe == recipe.sha256 else None
 
     def check(self, recipe: Recipe, *, resume: bool) -> None:
         """Refuse to write over a run, or to continue one under another recipe."""

@@ -47,7 +47,7 @@ def train(
     """
     folder = RunFolder(Path(out))
     folder.check(recipe, resume=resume)
-    if resume and (finished := folder.finished_record()):
+    if resume and (finished := folder.finished_record(recipe)):
         display.note(f"{folder.path} is already finished")
         return finished
     keep_freed_memory()
@@ -89,6 +89,8 @@ class Run:
         session, progress = self.session, self.progress
         announce(session)
         self.log = Logbook(self.folder, progress)
+        with suppress(NotWritten):  # a full disk is told of when more than this is to be written
+            self.describe("running")
         self.bar = display.Bar(session.recipe.method, self.pace.total)
         with self.meter.counting(session.model), signals_caught() as self.caught, self.bar:
             try:
