@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import moatlab
 from moatlab.data.batches import as_floats
 from moatlab.environment import keep_freed_memory
-from moatlab.models import read_weights
+from moatlab.models.weights import read_weights
 
 BATCH = 250
 Attack = Callable[[nn.Module, Tensor, Tensor, float], Tensor]

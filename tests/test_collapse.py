@@ -7,7 +7,7 @@ import torch
 
 import moatlab
 from moatlab import training
-from moatlab.errors import RunFailed
+from moatlab.errors import NotWritten, RunFailed
 from moatlab.files import read_json
 from moatlab.methods import parse_method
 from moatlab.recipe import make_recipe
@@ -110,7 +110,9 @@ def test_after_a_rollback_the_weights_are_those_of_the_good_epoch_and_the_moment
     told(GOOD, GOOD, LOST)
     train(small(on_collapse="rollback"), tmp_path / "run", max_steps=6)
     content = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    good = moatlab.load(tmp_path / "run" / "model_good.safetensors").state_dict()
+    told(GOOD, GOOD)
+    train(small(), tmp_path / "until", max_steps=4)
+    good = moatlab.load(tmp_path / "until").state_dict()
     assert all(torch.equal(tensor, good[name]) for name, tensor in content["model"].items())
     assert all(not buffer.any() for buffer in content["momentum"])
 
@@ -137,9 +139,44 @@ def test_a_collapse_in_the_last_epoch_leaves_the_last_good_one(small, told, tmp_
     told(GOOD, GOOD, GOOD, GOOD, GOOD, LOST)
     record = train(small(on_collapse=policy), tmp_path / "run")
     assert (record.status, record.kept_epoch) == ("finished", 5)
-    kept = moatlab.load(tmp_path / "run").state_dict()
-    good = moatlab.load(tmp_path / "run" / "model_good.safetensors").state_dict()
+    told(*[GOOD] * 5)
+    train(small(), tmp_path / "until", max_steps=10)
+    kept, good = (moatlab.load(tmp_path / name).state_dict() for name in ("run", "until"))
     assert all(torch.equal(tensor, good[name]) for name, tensor in kept.items())
+
+
+def test_healing_that_has_not_succeeded_by_the_end_leaves_the_last_good_epoch(small, told, tmp_path):
+    told(GOOD, GOOD, GOOD, GOOD, LOST, LOST)
+    record = train(small(on_collapse="heal"), tmp_path / "run")
+    assert (record.alarms, record.kept_epoch) == ([5], 4)
+    assert [event["action"] for event in RunFolder(tmp_path / "run").read_events()] == ["heal", "heal"]
+
+
+def test_without_momentum_there_is_none_to_rest(small, told, tmp_path):
+    told(GOOD, LOST, GOOD)
+    assert train(small(momentum=0, on_collapse="rollback", epochs=3), tmp_path / "run").status == "finished"
+
+
+def test_a_checkpoint_that_could_not_be_written_does_not_change_what_a_rollback_goes_back_to(
+    small, told, tmp_path, monkeypatch
+):
+    course = (GOOD, GOOD, LOST, GOOD, GOOD, GOOD)
+    told(*course)
+    train(small(on_collapse="rollback"), tmp_path / "whole")
+    told(*course)
+    train(small(on_collapse="rollback"), tmp_path / "run", max_steps=4)
+    with monkeypatch.context() as full:
+
+        def keep(*_arguments):
+            raise NotWritten("the disk at / is full")
+
+        full.setattr(training, "keep_progress", keep)
+        told(*course[2:])
+        with pytest.raises(RunFailed):
+            train(small(on_collapse="rollback"), tmp_path / "run", resume=True)
+    told(*course[2:])
+    train(small(on_collapse="rollback"), tmp_path / "run", resume=True)
+    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
 
 
 def test_the_dips_within_a_cycle_are_no_collapse(small, told, tmp_path):
@@ -178,12 +215,3 @@ def test_a_run_that_is_stopped_around_a_collapse_and_resumed_ends_with_the_same_
     resumed, undisturbed = ({name: record[name] for name in kept} for record in records)
     assert resumed == undisturbed
     assert whole.alarms == record.alarms
-
-
-def test_a_good_epoch_that_can_no_longer_be_read_is_told(small, told, tmp_path):
-    told(GOOD, LOST)
-    train(small(on_collapse="rollback"), tmp_path / "run", max_steps=3)
-    (tmp_path / "run" / "model_good.safetensors").write_bytes(b"torn")
-    told(LOST)
-    with pytest.raises(RunFailed, match=r"model_good\.safetensors.*no epoch to go back to"):
-        train(small(on_collapse="rollback"), tmp_path / "run", resume=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +23,7 @@ from moatlab.errors import UserError, needs_trust
 from moatlab.evaluation import Evaluation, evaluate
 from moatlab.files import atomic, read_json_and_check, remove_leftovers, with_checksum
 from moatlab.models import BUILT_IN
-from moatlab.partial import discard, for_one_process, pieces
+from moatlab.partial import UNREADABLE_ARRAYS, discard, for_one_process, pieces
 from moatlab.precision import full_precision
 from moatlab.recipe import parse_eps
 from moatlab.subject import Subject, load_subject
@@ -149,9 +148,9 @@ def write_examples(path: Path, state: Path, names: list[str], image_shape: tuple
     """`ATTACK_rows` and `ATTACK_x` (float32) for each attack, one piece in memory at a time."""
     with atomic(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name in names:
-            rows = np.concatenate([np.zeros(0, np.int64), *(piece["rows"] for piece in pieces(state, name))])
+            rows = np.concatenate([np.zeros(0, np.int64), *pieces(state, name, "rows")])
             _write_member(archive, f"{name}_rows.npy", rows.shape, rows.dtype, [rows])
-            points = (piece["points"].astype(np.float32, copy=False) for piece in pieces(state, name))
+            points = (piece.astype(np.float32, copy=False) for piece in pieces(state, name, "points"))
             _write_member(archive, f"{name}_x.npy", (len(rows), *image_shape), np.dtype(np.float32), points)
 
 
@@ -180,13 +179,16 @@ def verify(
         file, saved = source["file"], path.parent / Path(card["adversarial"]).name
         checksums = source["sha256"], card["data"]["sha256"]
         options = {"model": source["model"], "data": source["data"]}
+        beside = path.parent / Path(file).name if file else None
+        if not all(isinstance(value, str) for value in (*options.values(), *checksums, settings["eps"])):
+            raise TypeError
         accuracies = {name: result["accuracy"] for name, result in card["results"].items()}
         standing = {name: verdicts.count(None) / len(verdicts) for name, verdicts in broken_by.items()}
     except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError):
         raise UserError(f"{path} is not a card that moat eval wrote") from None
     if not trust_model_code and options["model"] not in BUILT_IN:
         raise needs_trust(options["model"], path)
-    subject = load_subject(path.parent / file if file else None, **options, data_dir=data_dir, device=device)
+    subject = load_subject(beside, **options, data_dir=data_dir, device=device)
     failures: list[str] = []
     if not unchanged:
         failures.append("the card was changed after it was written, or is damaged: its checksum does not fit")
@@ -237,8 +239,11 @@ def _check(
 def read_examples(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Attack, numbers of images, points; one attack in memory at a time."""
     try:
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise ValueError("compressed, which moatlab never does")
         with np.load(path) as archive:
             for name in names:
                 yield name, torch.from_numpy(archive[f"{name}_rows"]), torch.from_numpy(archive[f"{name}_x"])
-    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+    except UNREADABLE_ARRAYS:
         raise UserError(f"{path} is missing or damaged") from None

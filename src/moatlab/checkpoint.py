@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from moatlab.cost import Cost
 from moatlab.errors import UserError
-from moatlab.files import SCHEMA, atomic
-from moatlab.models import METADATA_KEY, UNREADABLE, fingerprint, first_line, set_weights
+from moatlab.files import SCHEMA, atomic, read_whole
+from moatlab.models.weights import METADATA_KEY, UNREADABLE, check_archive, fingerprint, first_line, set_weights
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Progress:
     monitor_seconds: float = 0.0
     best_epoch: int | None = None
     best_pgd7: float = -1.0
-    models: dict[str, str] = field(default_factory=dict)  # the checksum in each model file
-    good_epoch: int | None = None  # the last one before a collapse: that of model_good.safetensors
+    best_written: bool = True  # is model_best.safetensors of that epoch?
+    good_epoch: int | None = None  # the last one before a collapse, whose weights a checkpoint keeps
     kept_epoch: int | None = None  # where the run ends with the weights of an earlier epoch
     alarms: list[int] = field(default_factory=list)  # the epochs of the monitor's alarms
     alarmed: bool = False
@@ -61,14 +61,16 @@ def save_checkpoint(
     scaler: torch.amp.GradScaler,
     *,
     identity: str = "",
+    good: dict[str, Tensor] | None = None,
     previous: Path | None = None,
 ) -> None:
-    """`identity` names the run: a checkpoint of another one is not taken for it."""
+    """`identity` names the run: a checkpoint of another one is not taken for it. `good`: weights to go back to."""
     content = {
         "schema": SCHEMA,
         "identity": identity,
         "model": model.state_dict(),
-        "momentum": [optimizer.state[p].get("momentum_buffer") for p in model.parameters()],
+        "good": good,
+        "momentum": [optimizer.state.get(p, {}).get("momentum_buffer") for p in model.parameters()],
         "scaler": scaler.state_dict(),
         "progress": asdict(progress),
     }
@@ -95,27 +97,30 @@ def unseal(content: bytes) -> bytes:
 
 def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler, *, identity: str = ""
-) -> Progress:
-    """Put the weights, the momentum and the scale of fp16 gradients back and say where the run stood."""
+) -> tuple[Progress, dict[str, Tensor] | None]:
+    """Put the weights, the momentum and the scale of fp16 gradients back; where the run stood, and its good weights."""
     try:
-        content = torch.load(io.BytesIO(unseal(path.read_bytes())), map_location="cpu", weights_only=True)
+        file = io.BytesIO(unseal(read_whole(path)))
+        check_archive(file)
+        file.seek(0)
+        content = torch.load(file, map_location="cpu", weights_only=True)
         if content["schema"] != SCHEMA:
             raise UserError(f"{path} has schema {content['schema']}; this version of moatlab reads {SCHEMA}")
         if content["identity"] != identity:
             raise ValueError("it is of another run: another recipe, or other data")
-        weights, momentum, state = content["model"], content["momentum"], content["progress"]
-        state |= {name: Cost(**state[name]) for name in COSTS}
-        progress = Progress(**state)
-        if len(momentum) != len(list(model.parameters())):
-            raise ValueError("it is of another model")
+        momentum, state = content["momentum"], content["progress"]
+        progress = Progress(**state | {name: Cost(**state[name]) for name in COSTS})
+        for parameter, buffer in zip(model.parameters(), momentum, strict=True):
+            if buffer is not None and buffer.shape != parameter.shape:
+                raise ValueError("it is of another model")
+        set_weights(model, content["model"], path)
         scaler.load_state_dict(content["scaler"])
+        for parameter, buffer in zip(model.parameters(), momentum, strict=True):
+            if buffer is not None:
+                optimizer.state[parameter]["momentum_buffer"] = laid_out_like(parameter, buffer)
     except (*UNREADABLE, pickle.UnpicklingError) as error:
         raise UserError(f"the checkpoint {path} can't be read ({first_line(error)})") from None
-    set_weights(model, weights, path)
-    for parameter, buffer in zip(model.parameters(), momentum, strict=True):
-        if buffer is not None:
-            optimizer.state[parameter]["momentum_buffer"] = laid_out_like(parameter, buffer)
-    return progress
+    return progress, content["good"]
 
 
 def laid_out_like(parameter: Tensor, buffer: Tensor) -> Tensor:

@@ -106,7 +106,8 @@ def train_command(
     elif record.final:
         accuracy = "  ".join(f"{name} {100 * record.final[name]:.1f} %" for name in ("clean", "fgsm", "pgd7"))
         collapse = f"  COLLAPSED at epoch {record.collapsed_at}" if record.collapsed_at else ""
-        collapse += f", but this is the model of epoch {record.kept_epoch}" if record.kept_epoch else ""
+        if record.kept_epoch:
+            collapse = f"  (of epoch {record.kept_epoch}: collapsed at epoch {record.alarms[-1]})"
         click.echo(f"{record.method} on {record.final['images']:,} test images: {accuracy}{collapse}")
         healing = record.healing["passes"]
         extra = f" ({healing:+g} beyond the plan, for healing)" if healing else ""
@@ -380,7 +381,6 @@ def print_file(path: Path) -> None:
 def main() -> NoReturn:
     """Run the command line and turn every ending into an exit code and at most one sentence."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    sys.path.append(str(Path.cwd()))  # so that --model mymodule:factory finds a module in the current folder
     try:
         cli.main(arguments, standalone_mode=False)
         sys.stdout.flush()  # here a full disk can still be told of

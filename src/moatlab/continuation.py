@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from moatlab import display
 from moatlab.checkpoint import Progress, load_checkpoint, save_checkpoint
 from moatlab.environment import describe_environment
@@ -12,51 +14,55 @@ from moatlab.files import restore_lines
 from moatlab.preparation import Session
 from moatlab.runfolder import RunFolder, RunRecord
 
+Good = dict[str, Tensor] | None  # the weights of the last good epoch, where a collapse may call for them
 
-def begin(session: Session, folder: RunFolder) -> tuple[Progress, RunRecord]:
+
+def begin(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
     if folder.record.exists():  # it is written after the first checkpoint
         raise UserError(f"the run in {folder.path} has lost its checkpoint; begin anew in another folder")
     folder.write_recipe(session.recipe)
     restore_lines(folder.metrics, [])
     restore_lines(folder.events, [])
-    keep_progress(session, folder, Progress())
-    return Progress(), new_record(session)
+    keep_progress(session, folder, Progress(), None)
+    return Progress(), None
 
 
-def go_on(session: Session, folder: RunFolder) -> tuple[Progress, RunRecord]:
+def go_on(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
     try:
-        if folder.read_record().data["sha256"] != session.images.sha256:
+        if folder.read_record().data.get("sha256") != session.images.sha256:
             raise UserError(f"{session.recipe.data} is not the data that the run in {folder.path} was started with")
     except Damaged as error:
         display.warn(f"{error}; it is made anew")
-    progress = newest_progress(session, folder)
+    progress, good = newest_progress(session, folder)
     restore_lines(folder.metrics, progress.history)
     restore_lines(folder.events, progress.events)
     display.note(f"continuing {folder.path} at step {progress.step} of {session.total_steps}")
-    return progress, new_record(session)
+    return progress, good
 
 
-def newest_progress(session: Session, folder: RunFolder) -> Progress:
-    """Where the newest checkpoint stands that is whole, with its weights and momentum put back."""
+def newest_progress(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
+    """Where the newest checkpoint stands that is whole, with its weights and momentum put back.
+
+    A damaged one is put aside, or it would take the place of the whole one when the next is written.
+    """
     failures = []
     for path in folder.checkpoints:
         try:
-            progress = load_checkpoint(
-                path, session.model, session.optimizer, session.scaler, identity=session.identity
-            )
+            found = load_checkpoint(path, session.model, session.optimizer, session.scaler, identity=session.identity)
         except UserError as error:
             failures.append(str(error))
             continue
         if failures:
-            display.warn(f"{failures[0]}; the one before it is used, {path}")
-        return progress
+            display.warn(f"{failures[0]}; it is put aside, and the one before it is used")
+            folder.checkpoint.replace(folder.checkpoint.with_name("checkpoint_damaged.pt"))
+        return found
     raise UserError("; ".join(failures) + "; begin anew in another folder")
 
 
-def keep_progress(session: Session, folder: RunFolder, progress: Progress) -> None:
+def keep_progress(session: Session, folder: RunFolder, progress: Progress, good: Good) -> None:
     save_checkpoint(
         folder.checkpoint, session.model, session.optimizer, progress, session.scaler, identity=session.identity,
-        previous=folder.previous_checkpoint,
+        good=good, previous=folder.previous_checkpoint,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ class RunFailed(Exception):
 
 
 class NotWritten(RunFailed):
-    """A file could not be written: the disk is full, or read-only. What had its name before is untouched."""
+    """A file could not be written: the disk is full, or read-only. What was there before is still there."""
 
 
 class Interrupted(Exception):

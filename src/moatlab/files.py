@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import pickletools
 import shutil
 import sys
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from moatlab.errors import Damaged, NotWritten, UserError
 
 SCHEMA = 1
 CHECKSUM = "checksum"
+LARGEST_MEMO, MOST_TUPLES = 10**6, 40_000  # in a pickle; honest ones have a few for each tensor, or image
 
 
 @contextmanager
@@ -71,6 +74,7 @@ def remove_leftovers(path: Path) -> None:
 
 def append_line(path: Path, fields: dict[str, Any]) -> None:
     """One more line of JSON, on the disk when this returns. Where there is no room for it, none of it stays."""
+    refuse_link(path)
     length = path.stat().st_size if path.exists() else 0
     try:
         with path.open("ab") as file:
@@ -89,6 +93,7 @@ def as_line(fields: dict[str, Any]) -> bytes:
 
 def restore_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     """Make a file of lines hold these and no others: cut off what came after; written anew where that is not enough."""
+    refuse_link(path)
     wanted = b"".join(map(as_line, lines))
     found = path.read_bytes() if path.is_file() else None
     if found is not None and found.startswith(wanted):
@@ -99,6 +104,29 @@ def restore_lines(path: Path, lines: list[dict[str, Any]]) -> None:
         warn(f"{path} is damaged or gone; its {len(lines)} lines are written anew from the checkpoint")
     with atomic(path) as file:
         file.write(wanted)
+
+
+def refuse_link(path: Path) -> None:
+    """What is cut or emptied in place must be where it seems to be; a foreign folder may hold links out of it."""
+    if path.is_symlink():
+        raise UserError(f"{path} is a link to somewhere else, which moatlab never makes; remove it")
+
+
+def read_whole(path: Path) -> bytes:
+    """A file's content; not of a pipe, which may never end, or a device."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_bytes()
+
+
+def check_pickle(file: IO[bytes]) -> None:
+    """Raise an OverflowError for a pickle that would take all memory, or all of the stack, before it can be refused;
+    a ValueError for what is none."""
+    tuples = 0
+    for opcode, argument, _ in pickletools.genops(file):
+        tuples += "TUPLE" in opcode.name
+        if tuples > MOST_TUPLES or ("PUT" in opcode.name and argument is not None and int(argument) > LARGEST_MEMO):
+            raise OverflowError("its pickle is built to exhaust this machine")
 
 
 def checksum(fields: dict[str, Any]) -> str:
@@ -127,7 +155,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_json_and_check(path: Path) -> tuple[dict[str, Any], bool]:
     """The fields, and whether they are what was written."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_whole(path))
         expected = fields.pop(CHECKSUM, None)
         found = checksum(fields)
         schema = fields.pop("schema")
@@ -141,19 +169,19 @@ def read_json_and_check(path: Path) -> tuple[dict[str, Any], bool]:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """This process alone works in `folder`: a second one is refused. However a process ends, its lock ends with it."""
+    if sys.platform == "win32":
+        yield  # without
+        return
+    import fcntl
+
     handle = os.open(folder, os.O_RDONLY)
     try:
-        if sys.platform != "win32":
-            import fcntl
-
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"another process is at work in {folder}; wait for it, or name another folder"
-                ) from None
-            except OSError as error:
-                warn(f"{folder} can't be locked ({error.strerror}); let no second process work in it")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is at work in {folder}; wait for it, or name another folder") from None
+        except OSError as error:
+            warn(f"{folder} can't be locked ({error.strerror}); let no second process work in it")
         yield
     finally:
         os.close(handle)

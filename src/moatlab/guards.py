@@ -17,7 +17,8 @@ class Guard:
     """Lets the optimizer update the weights only by gradients that are finite.
 
     With `--on-nan stop` the first step that has others is the last; with `skip` it is as if it had not been: neither
-    weights, momentum nor BatchNorm's statistics move.
+    weights, momentum nor BatchNorm's statistics move. In fp16 gradients overflow now and then by design; PyTorch's
+    GradScaler leaves such steps out by itself, and only a loss that is not finite counts here.
     """
 
     def __init__(self, session: Session) -> None:

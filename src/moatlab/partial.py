@@ -6,6 +6,7 @@ import hashlib
 import io
 import shutil
 import time
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -18,8 +19,12 @@ import torch
 from torch import Tensor
 
 from moatlab.errors import Damaged, NotWritten, UserError
-from moatlab.files import atomic, locked, not_written, read_json, write_json
+from moatlab.files import atomic, locked, not_written, read_json, refuse_link, write_json
 
+UNREADABLE_ARRAYS = (
+    OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, MemoryError, SyntaxError, zipfile.BadZipFile,
+    zlib.error, tokenize.TokenError,
+)  # what numpy was seen to raise on damaged files  # fmt: skip
 SAVE_SECONDS = 2.0  # between two writes; what was done since the last one is done again after a kill
 
 
@@ -98,19 +103,21 @@ class Partial:
             file.write(buffer.getbuffer())
 
 
-def pieces(folder: Path, attack: str) -> Iterator[Any]:
-    """What was kept for an attack, in order: `rows` and `points`, each read only when it is asked for."""
+def pieces(folder: Path, attack: str, array: str) -> Iterator[Any]:
+    """What was kept for an attack, in order: its `rows` or its `points`, one file in memory at a time."""
     for path in sorted(folder.glob(f"found-{attack}-[0-9]*.npz")):
         try:
             with np.load(path) as piece:
-                yield piece
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+                values = piece[array]
+        except UNREADABLE_ARRAYS:
             raise Damaged(f"{path} is damaged; delete {folder} to evaluate anew") from None
+        yield values
 
 
 @contextmanager
 def for_one_process(folder: Path) -> Iterator[None]:
     """The folder of an evaluation, while no other process may work in it; it goes where nothing was kept in it."""
+    refuse_link(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -87,7 +86,6 @@ def same_bits(*, strict: bool) -> Iterator[None]:
 
     They are what the CPU uses anyway, but for a few operations that a user's own model may have.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
     settings: Any = torch.utils.deterministic
     mode, filling, search = (
         torch.get_deterministic_debug_mode(),

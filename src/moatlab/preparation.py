@@ -15,7 +15,8 @@ from moatlab.data import Images, load_images
 from moatlab.data.batches import Batches, as_floats
 from moatlab.errors import UserError
 from moatlab.methods import Method, parse_method
-from moatlab.models import BUILT_IN, build_model, read_weights, set_weights, users_code
+from moatlab.models import BUILT_IN, build_model, users_code
+from moatlab.models.weights import read_weights, set_weights
 from moatlab.precision import Autocast, choose_precision
 from moatlab.randomness import generator, key
 from moatlab.recipe import Recipe, is_device

@@ -17,7 +17,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from moatlab.errors import UserError, needs_trust
-from moatlab.files import SCHEMA
+from moatlab.files import SCHEMA, read_whole
 from moatlab.methods import Method, parse_method
 
 
@@ -254,10 +254,10 @@ def option_name(field: str) -> str:
 def read_recipe_file(path: Path) -> dict[str, Any]:
     """The fields in a recipe file (`recipe.toml` of a run, or a part of one written by hand)."""
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        fields = tomllib.loads(read_whole(path).decode())
     except OSError as error:
         raise UserError(f"the recipe {path} can't be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of tomllib, of a wrong encoding, of a number without end
         raise UserError(f"the recipe {path} is not valid TOML: {error}") from None
     schema = fields.pop("schema", SCHEMA)
     if schema != SCHEMA:

@@ -4,7 +4,6 @@ recipe.toml     what the run is                    checkpoint.pt            wher
 run.json        how it went (`RunRecord`)          checkpoint_previous.pt   where it stood before
 metrics.jsonl   one line per epoch                 model.safetensors        the model; `moatlab.load` needs nothing else
 events.jsonl    what happened: alarms and the like model_best.safetensors   the best epoch on held-out images
-                                                   model_good.safetensors   the last epoch before a collapse
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.errors import Damaged, NotWritten, UserError
-from moatlab.files import append_line, atomic, locked, not_written, read_json, remove_leftovers, write_json
+from moatlab.files import append_line, atomic, locked, not_written, read_json, read_whole, remove_leftovers, write_json
 from moatlab.recipe import Recipe, load_recipe, option_name
 
 
@@ -44,7 +43,7 @@ class RunRecord:
     train_seconds: float = 0.0
     monitor_seconds: float = 0.0
     best: dict[str, float] | None = None
-    models: dict[str, str] = field(default_factory=dict)  # the checksum in each model file
+    model: str | None = None  # the checksum in model.safetensors
     collapsed_at: int | None = None
     alarms: list[int] = field(default_factory=list)
     kept_epoch: int | None = None
@@ -94,10 +93,6 @@ class RunFolder:
     def best_model(self) -> Path:
         return self.path / "model_best.safetensors"
 
-    @property
-    def good_model(self) -> Path:
-        return self.path / "model_good.safetensors"
-
     @contextmanager
     def for_one_process(self) -> Iterator[None]:
         """The folder, made if need be, while no other process may work in it. Removed where it came to nothing."""
@@ -107,8 +102,8 @@ class RunFolder:
         except OSError as error:
             raise NotWritten(not_written(self.path, error)) from error
         with locked(self.path):
-            for path in (self.recipe, self.record, self.metrics, self.checkpoint, self.model, self.best_model,
-                         self.good_model):  # fmt: skip
+            for path in (self.recipe, self.record, self.metrics, self.events, self.checkpoint, self.model,
+                         self.best_model):  # fmt: skip
                 remove_leftovers(path)
             try:
                 yield
@@ -126,15 +121,16 @@ class RunFolder:
             raise UserError(f"{self.record} has other keys than this version of moatlab writes ({error})") from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return self._read_lines(self.metrics)
+        return self._read_lines(self.metrics, ("epoch", "stage", "pgd7", "comparable"))
 
     def read_events(self) -> list[dict[str, Any]]:
-        return self._read_lines(self.events) if self.events.exists() else []
+        return self._read_lines(self.events, ("event",)) if self.events.exists() else []
 
-    def _read_lines(self, path: Path) -> list[dict[str, Any]]:
+    def _read_lines(self, path: Path, needed: tuple[str, ...]) -> list[dict[str, Any]]:
         try:
-            return [json.loads(line) for line in path.read_text().splitlines()]
-        except (OSError, ValueError, RecursionError):
+            lines = [json.loads(line) for line in read_whole(path).splitlines()]
+            return [{name: line[name] for name in (*needed, *line)} for line in lines]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             raise UserError(f"{path} is missing or damaged") from None
 
     def append_metrics(self, line: dict[str, Any]) -> None:

@@ -14,9 +14,11 @@ from moatlab.attacks.geometry import USUAL_EPS, Norm
 from moatlab.data import Images, load_images
 from moatlab.display import warn
 from moatlab.errors import UserError, needs_trust
-from moatlab.models import BUILT_IN, build_model, read_weights, set_weights
+from moatlab.models import BUILT_IN, build_model
+from moatlab.models.weights import read_weights, set_weights
 from moatlab.preparation import choose_device
 from moatlab.recipe import load_recipe, slug
+from moatlab.suitability import check_norm
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def load_subject(
         warn(f"{images.name} here is not the {images.name} that this model was trained on")
     classes = description.get("classes") or len(images.classes)
     arguments = description.get("arguments") if model_name == description.get("model") else None
-    if arguments is None:
+    if not isinstance(arguments, dict):
         arguments = guess_arguments(tensors, images) if model_name in BUILT_IN else {}
     network = build_model(model_name, classes=classes, arguments=arguments)
     if target is not None:
@@ -88,7 +90,8 @@ def load_subject(
         card, name = target / ("eval.json" if which == "last" else "eval_best.json"), f"{target} ({which})"
     else:
         card, name = target.with_name(f"{target.name}.eval.json"), str(target)
-    eps, norm = description.get("eps", USUAL_EPS["linf"]), description.get("norm", "linf")
+    eps, norm = str(description.get("eps", USUAL_EPS["linf"])), description.get("norm", "linf")
+    check_norm(norm)
     return Subject(network, name, source, card, images, eps, norm, arguments)
 
 

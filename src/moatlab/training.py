@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -12,14 +13,14 @@ from torch import Tensor
 from moatlab import display
 from moatlab.attacks.meter import Meter
 from moatlab.checkpoint import save_model
-from moatlab.continuation import begin, go_on, keep_progress
+from moatlab.continuation import begin, go_on, keep_progress, new_record
 from moatlab.environment import keep_freed_memory
-from moatlab.errors import Interrupted, NotWritten, RunFailed, UserError
+from moatlab.errors import Interrupted, NotWritten, RunFailed
 from moatlab.guards import Guard
 from moatlab.interrupts import Caught, signals_caught
 from moatlab.logbook import Logbook, announce
 from moatlab.methods import Method, Stage
-from moatlab.models import read_weights, set_weights, users_code
+from moatlab.models import users_code
 from moatlab.monitor import PASSES as MONITOR_PASSES
 from moatlab.monitor import collapsed_at, judge, measure
 from moatlab.precision import full_precision, same_bits
@@ -51,6 +52,8 @@ def train(
         display.note(f"{folder.path} is already finished")
         return finished
     keep_freed_memory()
+    if recipe.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
     threads = torch.get_num_threads()
     torch.set_num_threads(recipe.threads)
     try:
@@ -74,7 +77,8 @@ class Run:
 
     def __init__(self, session: Session, folder: RunFolder) -> None:
         self.session, self.folder = session, folder
-        self.progress, self.record = (go_on if folder.checkpoints else begin)(session, folder)
+        self.progress, self.good = (go_on if folder.checkpoints else begin)(session, folder)
+        self.record = new_record(session)
         self.meter = Meter()
         self.guard = Guard(session)
         self.loss_sum = torch.tensor(self.progress.loss_sum, device=session.device)
@@ -235,9 +239,9 @@ class Run:
         progress.epoch_seconds, progress.epoch_skipped = 0.0, 0
         self.loss_sum.zero_()
         if comparable:
-            better = recipe.monitor == "holdout" and measured["pgd7"] > progress.best_pgd7
-            if better and self.save_model_if_possible(self.folder.best_model):
+            if recipe.monitor == "holdout" and measured["pgd7"] > progress.best_pgd7:
                 progress.best_epoch, progress.best_pgd7 = epoch + 1, measured["pgd7"]
+                progress.best_written = self.save_best_if_possible()
             self.watch_for_collapse()
         self.save_if_possible()
 
@@ -246,6 +250,7 @@ class Run:
         progress, recipe = self.progress, self.session.recipe
         checks = [line for line in progress.history if line["comparable"]]
         verdict, epoch, now = judge(checks), progress.epochs_logged, checks[-1]
+        at_the_end = progress.step == self.session.total_steps
         best = max(check["pgd7"] for check in checks)
         facts = {name: now[name] for name in ("fgsm", "pgd7", "alignment")} | {"epoch": epoch, "best_pgd7": best}
         shown = f"pgd7 {100 * now['pgd7']:.1f} % (best {100 * best:.1f} %), fgsm {100 * now['fgsm']:.1f} %"
@@ -257,10 +262,13 @@ class Run:
                     progress.replaced = False
                 goes_on = f"; on with {self.method}" if recipe.on_collapse == "heal" else ""
                 self.log.event("recovered", f"robustness is back at epoch {epoch}: {shown}{goes_on}", **facts)
-            if recipe.on_collapse != "warn" and self.save_model_if_possible(self.folder.good_model):
+            if recipe.on_collapse != "warn":
+                weights = self.session.model.state_dict()
+                self.good = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
                 progress.good_epoch = epoch
-        elif verdict == "collapsed" and not progress.alarmed:
-            progress.alarms.append(epoch)
+        elif verdict == "collapsed" and (not progress.alarmed or (at_the_end and recipe.on_collapse != "warn")):
+            if not progress.alarmed:
+                progress.alarms.append(epoch)
             what = f"robustness collapsed at epoch {epoch}: {shown}, alignment {now['alignment']:.2f}"
             action = self.answer_to_collapse()
             self.log.event("collapse", f"{what}; {action}", **facts, action=recipe.on_collapse)
@@ -268,11 +276,10 @@ class Run:
     def answer_to_collapse(self) -> str:
         """Do what the recipe says, and say what was done."""
         progress, recipe, policy = self.progress, self.session.recipe, self.session.recipe.on_collapse
-        at_the_end = progress.step == self.session.total_steps
         if policy == "warn":
             progress.alarmed = True
             return "--on-collapse stop, rollback or heal would act on it"
-        if policy == "stop" or at_the_end:
+        if policy == "stop" or progress.step == self.session.total_steps:
             self.go_back()
             progress.stopped, progress.kept_epoch = True, progress.good_epoch
             return f"ended with the model of epoch {progress.good_epoch}"
@@ -285,15 +292,11 @@ class Run:
 
     def go_back(self) -> None:
         """The weights of the last good epoch, with the momentum at rest."""
-        session = self.session
-        if self.progress.good_epoch is None:
-            raise RunFailed(f"{self.folder.good_model} could not be written before: there is no epoch to go back to")
-        try:
-            set_weights(session.model, read_weights(self.folder.good_model)[0], self.folder.good_model)
-        except UserError as error:
-            raise RunFailed(f"{error}; there is no epoch to go back to") from None
-        for state in session.optimizer.state.values():
-            state["momentum_buffer"].zero_()
+        assert self.good is not None  # an alarm needs a check that was better
+        self.session.model.load_state_dict(self.good)
+        for state in self.session.optimizer.state.values():
+            if state.get("momentum_buffer") is not None:
+                state["momentum_buffer"].zero_()
 
     def evaluate(self) -> None:
         """The one look at the test images."""
@@ -314,8 +317,8 @@ class Run:
         """The model, the checkpoint and the record; never weights that are not finite over good ones."""
         self.look()
         self.progress.loss_sum = self.loss_sum.item()
-        keep_progress(self.session, self.folder, self.progress)
-        self.save_model(self.folder.model)
+        keep_progress(self.session, self.folder, self.progress, self.good)
+        self.record.model = save_model(self.folder.model, self.session.model, self.session.description)
         self.describe(status, message)
 
     def save_if_possible(self) -> None:
@@ -325,12 +328,9 @@ class Run:
         except NotWritten as error:
             self._tell_of_full_disk(error)
 
-    def save_model(self, path: Path) -> None:
-        self.progress.models[path.name] = save_model(path, self.session.model, self.session.description)
-
-    def save_model_if_possible(self, path: Path) -> bool:
+    def save_best_if_possible(self) -> bool:
         try:
-            self.save_model(path)
+            save_model(self.folder.best_model, self.session.model, self.session.description)
         except NotWritten as error:
             self._tell_of_full_disk(error)
             return False
@@ -344,13 +344,12 @@ class Run:
         record, progress = self.record, self.progress
         record.status, record.message, record.steps_done = status, message, progress.step
         record.counted = progress.cost.as_dict(self.session.steps_per_epoch)
-        record.models = progress.models
         record.healing = progress.healing_cost.as_dict(self.session.steps_per_epoch)
         record.alarms, record.kept_epoch, record.skipped_steps = progress.alarms, progress.kept_epoch, progress.skipped
         record.monitoring = progress.monitor_cost.as_dict()
         record.train_seconds = round(progress.train_seconds, 3)
         record.monitor_seconds = round(progress.monitor_seconds, 3)
-        if progress.best_epoch is not None:
+        if progress.best_epoch is not None and progress.best_written:
             record.best = {"epoch": progress.best_epoch, "pgd7": progress.best_pgd7}
         self.folder.write_record(record)
 

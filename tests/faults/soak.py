@@ -31,7 +31,7 @@ PARTS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "corrupted files": lambda folder, tiny: Corruption(folder / "files", tiny).many(1000),
     "command lines in this process": lambda *_: fuzz.in_process(20_000),
     "command lines as processes": lambda folder, _: fuzz.as_processes(folder, 200),
-    "full disks": lambda folder, tiny: small_disks(folder, tiny, 60),
+    "full disks": lambda folder, tiny: small_disks(folder, tiny, 30),
 }
 
 
@@ -39,7 +39,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {', '.join(PARTS)}")
     chosen = parser.parse_args().parts or list(PARTS)
-    figures = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     os.environ.pop("MOAT_DATA", None)
     for name in chosen:
         with tempfile.TemporaryDirectory() as temporary:
@@ -49,8 +48,9 @@ def main() -> None:
             print(f"{name} ...", flush=True)
             (folder / "work").mkdir()
             found = PARTS[name](folder / "work", tiny_images(folder / "tiny"))
-            figures[name] = {**found, "seconds": round(time.monotonic() - begun)}
             os.chdir("/")
+        figures = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        figures[name] = {**found, "seconds": round(time.monotonic() - begun)}
         print(f"{name}: {figures[name]}", flush=True)
         RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
 

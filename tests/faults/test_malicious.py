@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
 import pickle
 import struct
+import subprocess
+import sys
 import tarfile
 import zipfile
 
@@ -16,7 +19,7 @@ from moatlab.checkpoint import save_model, seal
 from moatlab.data.cifar import SPECS
 from moatlab.errors import UserError
 from moatlab.files import read_json_and_check, write_json
-from moatlab.models import read_weights
+from moatlab.models.weights import read_weights
 
 
 @pytest.fixture
@@ -187,8 +190,6 @@ def test_what_the_user_trusts_or_names_himself_is_imported(canary):
     path = a_file_that_names_a_module(canary.parent / "w.safetensors")
     for more in (("--trust-model-code",), ("--model", "evil:net")):
         moat("eval", path, "--attacks", "clean", *more)
-        import sys
-
         sys.modules.pop("evil")
         assert canary.exists()
         canary.unlink()
@@ -214,10 +215,93 @@ def test_a_file_nested_beyond_all_bounds_is_refused(canary, depth):
     refused("card.json", "verify", "card.json")
 
 
+EXPLOSIVE = {
+    "memory": b"\x80\x02" + b"K\x01r" + struct.pack("<I", 2**32 - 1) + b".",  # a memo of 2^32 places
+    "the stack": b"\x80\x02})" + b"\x85" * 10**6 + b"K\x01s.",  # a key of a million tuples, one in the other
+}
+
+
+@pytest.mark.parametrize("what", EXPLOSIVE)
+def test_a_pickle_that_would_exhaust_the_machine_is_refused(canary, what):
+    folder = canary.parent / "cifar-10-batches-py"
+    folder.mkdir()
+    for stem in SPECS["cifar10"].stems:
+        (folder / stem).write_bytes(EXPLOSIVE[what])
+    refused("data_batch_1", "train", "fgsm", "--data", "cifar10", "--data-dir", folder, "--out", "new")
+    with zipfile.ZipFile(canary.parent / "w.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", EXPLOSIVE[what])
+        archive.writestr("archive/version", "3")
+    refused("w.pt", "eval", "w.pt", "--model", "preact_resnet18", "--data", "mini", "--attacks", "clean")
+    (canary.parent / "old.pt").write_bytes(EXPLOSIVE[what])
+    refused("old.pt", "eval", "old.pt", "--model", "preact_resnet18", "--data", "mini", "--attacks", "clean")
+
+
+def test_a_file_in_the_current_folder_is_not_taken_for_a_library(canary):
+    """PyTorch looks for many; only a model that the user names is looked for here."""
+    for name in ("dill", "pynvml", "cuda", "opt_einsum", "tensorboard", "numexpr", "torchvision"):
+        (canary.parent / f"{name}.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    description = {"model": "preact_resnet18", "arguments": {}, "classes": 10, "data": "mini"}
+    save_model(canary.parent / "w.safetensors", torch.nn.Linear(1, 1), description)
+    for command in (["-m", "moatlab"], ["-P", "-c", "from moatlab.cli import main; main()"]):
+        command = [sys.executable, *command, "eval", "w.safetensors"]
+        ended = subprocess.run(command, cwd=canary.parent, capture_output=True, text=True, check=False)
+        assert ended.returncode == 2, ended.stderr
+
+
+def test_links_out_of_a_folder_are_not_written_through(canary, tiny):
+    command = ("train", "fgsm", "--data", tiny, *OPTIONS, "--out", "run", "--resume")
+    assert moat(*command, "--max-steps", 1).code == 0
+    victim = canary.parent / "victim"
+    victim.write_text("precious")
+    for name in ("metrics.jsonl", "events.jsonl"):
+        path = canary.parent / "run" / name
+        content = path.read_bytes()
+        path.unlink()
+        path.symlink_to(victim)
+        refused("is a link", *command)
+        path.unlink()
+        path.write_bytes(content)
+    assert moat(*command).code == 0
+    (canary.parent / "elsewhere").mkdir()
+    (canary.parent / "elsewhere" / ".draft.tmp").write_text("precious")
+    (canary.parent / "run" / "eval.partial").symlink_to(canary.parent / "elsewhere")
+    refused("is a link", "eval", "run", "--attacks", "fgsm")
+    assert victim.read_text() == (canary.parent / "elsewhere" / ".draft.tmp").read_text() == "precious"
+
+
+def test_a_pipe_is_not_waited_for(canary):
+    for name in ("recipe.toml", "w.safetensors", "w.pt", "run.json"):
+        os.mkfifo(canary.parent / name)
+    refused("recipe.toml", "plan", "--recipe", "recipe.toml")
+    refused("w.safetensors", "eval", "w.safetensors")
+    refused("w.pt", "eval", "w.pt", "--model", "preact_resnet18", "--data", "mini")
+    save_model(canary.parent / "other.safetensors", torch.nn.Linear(1, 1), {"model": "preact_resnet18"})
+    refused("other.safetensors", "eval", "other.safetensors")  # with a run.json beside it
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"arguments": {"nonsense": 1}}, {"arguments": {"width": "x"}}, {"arguments": {"width": -3}},
+        {"arguments": {"width": 10**9}}, {"arguments": []}, {"arguments": {"mean": ["a"]}}, {"classes": -1},
+        {"classes": "ten"}, {"classes": 10**12}, {"eps": 0.03}, {"eps": "x"}, {"norm": "l7"}, {"norm": []}, {"data": 7},
+        {"model": 7},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_file_that_describes_itself_oddly_is_refused(canary, odd):
+    description = {"model": "preact_resnet18", "arguments": {"width": 8}, "classes": 10, "data": "mini"}
+    save_model(canary.parent / "w.safetensors", torch.nn.Linear(1, 1), description | odd)
+    refused("", "eval", "w.safetensors", "--attacks", "clean")
+
+
 def test_a_zip_that_explodes_is_not_unpacked_into_memory(canary):
     """Some kilobytes that are 50 MB when unpacked: torch.save does not compress, so nobody honest does."""
     path = canary.parent / "bomb.pt"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(50_000_000))
     with pytest.raises(UserError, match=r"bomb\.pt.*compressed"):
+        read_weights(path)
+    path.write_bytes(path.read_bytes() + b"PK\5\6")  # what Python then takes for no archive, and PyTorch for one
+    with pytest.raises(UserError, match=r"bomb\.pt"):
         read_weights(path)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moatlab.errors import UserError
+from moatlab.files import check_pickle
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]  # (N, H, W, 3)
 Labels: TypeAlias = npt.NDArray[np.int64]  # (N,)
@@ -213,6 +214,8 @@ def read_pickle(path: Path, spec: Spec) -> tuple[Pixels, Labels]:
     """One file of the pickled layout: a dict with `data`, (N, 3072) bytes, and a list of labels."""
     file = io.BytesIO(_read_bytes(path))
     try:
+        check_pickle(file)
+        file.seek(0)
         content = _ArraysOnly(file, encoding="bytes").load()
         fields = {key if isinstance(key, str) else key.decode(): value for key, value in content.items()}
         planes, labels = fields["data"].pixels(), fields[spec.labels_key]

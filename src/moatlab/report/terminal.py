@@ -17,7 +17,7 @@ def print_comparison(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         percent = [f"{100 * row[name]:.1f}" for name in ("clean", "fgsm", "pgd7")]
         collapse = f"at epoch {row['collapsed_at']}" if row["collapsed_at"] else "no"
-        collapse += f", kept {row['kept_epoch']}" if row["kept_epoch"] else ""
+        collapse = f"at {row['alarms'][-1]}, kept {row['kept_epoch']}" if row["kept_epoch"] else collapse
         table.add_row(row["method"], *percent, f"{row['passes']:g}", f"{row['train_seconds']:.0f}", collapse)
     console = Console(highlight=False)
     console.print(table)

@@ -1,0 +1,145 @@
+"""Trained weights from files: tensors and nothing else. A file that holds code, or was damaged, is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import struct
+import zipfile
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from moatlab.errors import UserError
+from moatlab.files import SCHEMA, check_pickle, read_json
+
+METADATA_KEY = "moatlab"
+UNREADABLE = (
+    RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError,
+    struct.error, RecursionError, MemoryError, ArithmeticError, NotImplementedError, zipfile.BadZipFile,
+)  # what torch.load was seen to raise on damaged files  # fmt: skip
+PICKLED = (".pt", ".pth", ".ckpt", ".bin", ".tar")
+
+
+def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a `.safetensors` or `.pt` file (or of a run folder's `model.safetensors`) and what it says about
+    itself. Nothing but tensors is ever read: a file that holds code is refused."""
+    path = Path(path)
+    path = path / "model.safetensors" if path.is_dir() else path
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a file")
+    if path.suffix.lower() in PICKLED:
+        return _read_pickled(path), {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            description = json.loads(metadata.get(METADATA_KEY, "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except FileNotFoundError:
+        raise UserError(f"there is no trained model at {path}") from None
+    except (SafetensorError, OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is not a readable .safetensors file ({first_line(error)})") from None
+    if not isinstance(description, dict):
+        raise UserError(f"{path} does not describe its model as moatlab does")
+    if description.get("schema", SCHEMA) != SCHEMA:
+        raise UserError(f"{path} has schema {description['schema']}; this version of moatlab reads {SCHEMA}")
+    if METADATA_KEY in metadata and description.get("sha256") != fingerprint(tensors, description):
+        raise UserError(f"{path} is damaged, or was changed after it was written: its checksum does not fit")
+    check_origin(path, description.get("sha256"))
+    return tensors, description
+
+
+def check_origin(path: Path, digest: str | None) -> None:
+    """The model of a finished run is the one that the run wrote."""
+    try:
+        record = read_json(path.parent / "run.json")
+    except UserError:
+        return  # not in a run's folder, or nothing to go by
+    if path.name == "model.safetensors" and record.get("status") == "finished" and record.get("model") != digest:
+        raise UserError(f"{path} is not the model that this run wrote; it was replaced by another")
+
+
+def fingerprint(tensors: dict[str, torch.Tensor], description: dict[str, Any]) -> str:
+    """Names the exact content of a model's file: a flipped bit of a weight, or of the radius it is for, changes it."""
+    described = {name: value for name, value in description.items() if name != "sha256"}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, as part of a sentence."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
+    """A state dict saved by `torch.save`, alone or under the key that public code gives it."""
+    if not path.exists():
+        raise UserError(f"there is no trained model at {path}")
+    try:
+        check_archive(BytesIO(path.read_bytes()))
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} holds more than tensors, or is damaged; it was refused unread, because unpickling it could run "
+            "code (save model.state_dict() instead)"
+        ) from None
+    except UNREADABLE as error:
+        raise UserError(f"{path} can't be read; it is truncated or not a PyTorch file ({first_line(error)})") from None
+    for name in ("state_dict", "model_state_dict", "model", "net"):
+        if isinstance(content, dict) and isinstance(content.get(name), dict):
+            content = content[name]
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise UserError(f"{path} is not a state dict: it holds something besides named tensors")
+    return {str(name): tensor for name, tensor in content.items()}
+
+
+def check_archive(file: BytesIO) -> None:
+    """What torch.load does not look at before it trusts a file: checksums, and parts or pickles that would explode.
+    Raises a ValueError or an OverflowError."""
+    if not zipfile.is_zipfile(file):
+        file.seek(0)
+        if file.read(4) == b"PK\3\4":
+            raise ValueError("a broken zip archive")
+        file.seek(0)
+        with suppress(ValueError):  # PyTorch's old format: one pickle after another, then raw numbers
+            while True:
+                check_pickle(file)
+        return
+    with zipfile.ZipFile(file) as archive:
+        if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+            raise ValueError("its parts are compressed, which torch.save never does")
+        if damaged := archive.testzip():
+            raise ValueError(f"the checksum of its part {damaged} does not fit")
+        for name in archive.namelist():
+            if name.endswith("data.pkl"):
+                check_pickle(BytesIO(archive.read(name)))
+
+
+def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str | Path) -> None:
+    """Refused, with the first mismatch named, unless every name and every shape fits."""
+    own = model.state_dict()
+    if not own.keys() & tensors.keys():  # DataParallel puts this before every name
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    reason = None
+    for name, tensor in own.items():
+        if name not in tensors:
+            reason = f"it lacks '{name}'"
+        elif tensors[name].shape != tensor.shape:
+            reason = f"'{name}' is {tuple(tensors[name].shape)} there and {tuple(tensor.shape)} in the model"
+        if reason:
+            break
+    surplus = next((name for name in tensors if name not in own), None)
+    if reason is None and surplus is not None:
+        reason = f"it has '{surplus}', which the model has not"
+    if reason:
+        raise UserError(f"the weights in {source} don't fit the model: {reason}")
+    model.load_state_dict(tensors)
