@@ -282,6 +282,16 @@ def test_a_checkpoint_of_another_run_is_not_continued(small, tmp_path, capsys):
     assert bits(tmp_path / "run") == bits(tmp_path / "whole")
 
 
+def test_the_metrics_of_a_finished_run_are_mended_from_its_checkpoint(small, tmp_path, capsys):
+    train(small("fgsm"), tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    whole = path.read_text()
+    path.write_text(whole.replace('"epoch": 2', '"epoch": 7'))
+    record = train(small("fgsm"), tmp_path / "run", resume=True)
+    assert "metrics.jsonl is damaged" in capsys.readouterr().err
+    assert (record.status, path.read_text()) == ("finished", whole)
+
+
 def test_a_run_that_has_lost_its_checkpoints_is_not_begun_anew_over_what_is_left(small, tmp_path):
     train(small("fgsm"), tmp_path / "run", max_steps=9)
     for path in (tmp_path / "run").glob("checkpoint*"):

@@ -8,6 +8,7 @@ events.jsonl    what happened: alarms and the like model_best.safetensors   the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ class RunRecord:
     monitor_seconds: float = 0.0
     best: dict[str, float] | None = None
     model: str | None = None  # the checksum in model.safetensors
+    metrics: str | None = None  # the checksum of metrics.jsonl, once it is whole
     collapsed_at: int | None = None
     alarms: list[int] = field(default_factory=list)
     kept_epoch: int | None = None
@@ -140,12 +142,20 @@ class RunFolder:
         append_line(self.events, line)
 
     def finished_record(self, recipe: Recipe) -> RunRecord | None:
-        """The record, if there is one and it says that the run of this recipe is done."""
+        """The record, if it says that the run of this recipe is done, and its metrics are as they were."""
         try:
             record = self.read_record()
         except Damaged:
             return None
-        return record if record.status == "finished" and record.recipe == recipe.sha256 else None
+        whole = record.recipe == recipe.sha256 and record.metrics == self.metrics_sha256
+        return record if record.status == "finished" and whole else None
+
+    @property
+    def metrics_sha256(self) -> str | None:
+        try:
+            return hashlib.sha256(read_whole(self.metrics)).hexdigest()
+        except OSError:
+            return None
 
     def check(self, recipe: Recipe, *, resume: bool) -> None:
         """Refuse to write over a run, or to continue one under another recipe."""

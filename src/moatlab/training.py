@@ -344,6 +344,7 @@ class Run:
         record, progress = self.record, self.progress
         record.status, record.message, record.steps_done = status, message, progress.step
         record.counted = progress.cost.as_dict(self.session.steps_per_epoch)
+        record.metrics = self.folder.metrics_sha256 if status == "finished" else None
         record.healing = progress.healing_cost.as_dict(self.session.steps_per_epoch)
         record.alarms, record.kept_epoch, record.skipped_steps = progress.alarms, progress.kept_epoch, progress.skipped
         record.monitoring = progress.monitor_cost.as_dict()

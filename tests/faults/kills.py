@@ -1,4 +1,4 @@
-"""Processes killed with SIGKILL at random moments, started again, and compared with ones that were left alone."""
+"""Processes killed with SIGKILL at random moments, again and again, and compared with ones that were left alone."""
 
 from __future__ import annotations
 
@@ -21,93 +21,109 @@ FIXTURE = Path(__file__).parent.parent / "fixtures" / "mini_moat2.safetensors"
 EVERY = (0, 1, 600)  # seconds between checkpoints: at every step, at some, at the ends of epochs only
 
 
-def kill_after_its_first_file(process: Any, first: Path, seconds: float) -> str:
-    """SIGKILL some time after `first` appears. Where was it then? `begun`, or `ended` if it was faster."""
-    while process.poll() is None and not first.exists():
-        time.sleep(0.005)
+def live_and_die(process: Any, sign: Path, seconds: float) -> bool:
+    """SIGKILL some time after the process has written `sign`. Did it come to that, or was the process faster?"""
+    before = sign.stat().st_mtime_ns if sign.exists() else 0
+    while process.poll() is None and (not sign.exists() or sign.stat().st_mtime_ns == before):
+        time.sleep(0.01)
     time.sleep(seconds)
-    ended = process.poll() is not None
+    killed = process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    return "ended" if ended else "begun"
+    return killed
 
 
-class TrainingKills:
-    """Runs of some methods, undisturbed; then as many that are killed and resumed as one likes."""
+class Training:
+    """Runs of some methods, undisturbed; and such that are killed again and again, resumed each time, and compared."""
 
-    def __init__(self, folder: Path, options: tuple[object, ...] = MINI, methods: dict[str, int] = METHODS) -> None:
+    def __init__(self, folder: Path, options: tuple[object, ...], methods: dict[str, int]) -> None:
         self.folder, self.options, self.epochs = folder, options, methods
         self.expected: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
-        for method in methods:
-            begun = time.monotonic()
-            out = folder / "whole" / str(len(self.expected))
+
+        def undisturbed(method: str) -> None:
+            begun, out = time.monotonic(), folder / f"whole-{list(methods).index(method)}"
             ended = run(folder, *self.command(method, out))
             assert ended.code == 0, ended.err
-            self.seconds[method] = time.monotonic() - begun
-            self.expected[method] = outcome_of_run(out)
+            self.expected[method], self.seconds[method] = outcome_of_run(out), time.monotonic() - begun
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(undisturbed, methods))
 
     def command(self, method: str, out: Path) -> tuple[object, ...]:
         return ("train", method, *self.options, "--epochs", self.epochs[method], "--out", out)
 
-    def one(self, number: int, method: str, moment: float, every: int) -> str:
-        """`moment` is from 0 (its folder was just made) to 1 (about its end)."""
-        out = self.folder / f"killed-{number}"
+    def chain(self, number: int, method: str, every: int, kills: int, seed: int) -> Counter[str]:
+        """One run that is killed up to `kills` times, at random moments."""
+        out, draws, found = self.folder / f"killed-{number}", random.Random(f"{seed} {number}"), Counter[str]()
         command = (*self.command(method, out), "--checkpoint-every", every, "--resume")
-        where = kill_after_its_first_file(start(self.folder, *command), out, moment * self.seconds[method])
-        lines = (out / "metrics.jsonl").read_bytes().count(b"\n") if (out / "metrics.jsonl").exists() else 0
+        where = f"{method}, {every} s between checkpoints, chain {number}"
+        expected = self.expected[method]
+        for _ in range(kills):
+            life = draws.uniform(0, 2 * self.seconds[method] / kills)
+            if not live_and_die(start(self.folder, *command), out / "run.json", life):
+                break
+            found["kills"] += 1
+            # What is on the disk is the beginning of what it should become; a last line may be torn.
+            lines = (out / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+            done = [without_times(json.loads(line)) for line in lines]
+            assert done == expected["lines"][: len(done)], where
+            found[f"after {len(done)} epochs"] += 1
         ended = run(self.folder, *command)
-        assert ended.code == 0, ended.err
-        found, expected = outcome_of_run(out), self.expected[method]
+        assert ended.code == 0, f"{where}: {ended.err}"
+        outcome = outcome_of_run(out)
         for part, value in expected.items():
-            assert found[part] == value, f"{method} killed at {moment:.3f}, {every} s between checkpoints: {part}"
+            assert outcome[part] == value, f"{where}: {part}"
         shutil.rmtree(out)
-        return where if where == "ended" else f"after {lines} epochs"
+        return found
 
 
-def train(folder: Path, count: int, seed: int = 0, **more: Any) -> dict[str, Any]:
-    runs, draws = TrainingKills(folder, **more), random.Random(seed)
-    methods = list(runs.epochs)
-    jobs = [(n, methods[n % len(methods)], draws.uniform(0, 1), EVERY[n // len(methods) % 3]) for n in range(count)]
+def train(
+    folder: Path, kills: int, *, chains: int = 1, options: tuple[object, ...] = MINI, methods: dict[str, int] = METHODS,
+    every: tuple[int, ...] = EVERY, seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """`chains` runs for each method and time between checkpoints, each killed `kills` times."""
+    runs = Training(folder, options, methods)
+    jobs = [(method, seconds) for seconds in every for method in methods for _ in range(chains)]
     with ThreadPoolExecutor(2) as pool:
-        places = Counter(pool.map(lambda job: runs.one(*job), jobs))
-    return {"kills": count, "identical": count, "killed": dict(sorted(places.items()))}
+        found = pool.map(lambda job: runs.chain(job[0], *job[1], kills, seed), enumerate(jobs))
+        places = sum(found, Counter[str]())
+    return {"runs": len(jobs), "identical": len(jobs), **dict(sorted(places.items()))}
 
 
-def evaluate(folder: Path, count: int, seed: int = 0, images: int = 40) -> dict[str, Any]:
+def evaluate(folder: Path, chains: int, kills: int, *, seed: int = 0, images: int = 30) -> dict[str, Any]:
     """The same for `moat eval --attacks aa`: the same card, and the same saved examples, each time."""
-    draws, command = random.Random(seed), ("--attacks", "aa", "--n", images, "--save-adversarial")
+    command = ("--attacks", "aa", "--n", images, "--save-adversarial")
 
     def place(name: str) -> Path:
         (folder / name).mkdir()
         return Path(shutil.copy(FIXTURE, folder / name / "model.safetensors"))
 
-    def result(model: Path) -> tuple[Any, bytes, list[str]]:
+    def result(model: Path) -> tuple[Any, dict[str, bytes], list[str]]:
         card = json.loads(model.with_name("model.safetensors.eval.json").read_text())
         card["subject"].pop("name")
         saved = model.with_name("model.safetensors.eval_adversarial.npz").read_bytes()
-        return without_times(card), saved, sorted(path.name for path in model.parent.iterdir())
+        return without_times(card), saved_examples(saved), sorted(path.name for path in model.parent.iterdir())
 
     begun, whole = time.monotonic(), place("whole")
     assert run(folder, "eval", whole, *command).code == 0
     seconds, expected = time.monotonic() - begun, result(whole)
 
-    def one(number: int) -> str:
-        model = place(f"killed-{number}")
-        first = model.with_name("model.safetensors.eval.partial")
-        where = kill_after_its_first_file(start(folder, "eval", model, *command), first, moments[number] * seconds)
+    def chain(number: int) -> Counter[str]:
+        model, draws, found = place(f"killed-{number}"), random.Random(f"{seed} {number}"), Counter[str]()
+        sign = model.with_name("model.safetensors.eval.partial")
+        for _ in range(kills):
+            if not live_and_die(start(folder, "eval", model, *command), sign, draws.uniform(0, 2 * seconds / kills)):
+                break
+            found["kills"] += 1
         ended = run(folder, "eval", model, *command)
         assert ended.code == 0, ended.err
-        card, saved, files = result(model)
-        assert card == expected[0], f"killed at {moments[number]:.3f}"
-        assert files == expected[2]
-        assert saved_examples(saved) == saved_examples(expected[1])
-        return where
+        assert result(model) == expected, f"chain {number}"
+        return found
 
-    moments = [draws.uniform(0, 1) for _ in range(count)]
     with ThreadPoolExecutor(2) as pool:
-        places = Counter(pool.map(one, range(count)))
-    return {"kills": count, "identical": count, "killed": dict(places)}
+        found = sum(pool.map(chain, range(chains)), Counter[str]())
+    return {"evaluations": chains, "identical": chains, **found}
 
 
 def saved_examples(archive: bytes) -> dict[str, bytes]:

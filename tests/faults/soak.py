@@ -26,8 +26,8 @@ def small_disks(folder: Path, tiny: Path, count: int) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
-    "kills of moat train": lambda folder, _: kills.train(folder, 100),
-    "kills of moat eval --attacks aa": lambda folder, _: kills.evaluate(folder, 20),
+    "kills of moat train": lambda folder, _: kills.train(folder, 8),
+    "kills of moat eval --attacks aa": lambda folder, _: kills.evaluate(folder, chains=4, kills=6),
     "corrupted files": lambda folder, tiny: Corruption(folder / "files", tiny).many(1000),
     "command lines in this process": lambda *_: fuzz.in_process(20_000),
     "command lines as processes": lambda folder, _: fuzz.as_processes(folder, 200),

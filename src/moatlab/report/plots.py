@@ -72,7 +72,9 @@ def plot_pgd7(
             axes.plot(*place, marker="x" if alarm else "o", markersize=12, markerfacecolor="none", color=colour)
             if alarm:
                 label = f"{spec}: alarm, {event['action']}"
-                axes.annotate(label, place, (0, 12), textcoords="offset points", fontsize=8, color=colour)
+                box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+                options: dict[str, Any] = {"fontsize": 8, "color": colour, "bbox": box, "zorder": 4}
+                axes.annotate(label, place, (9, 9), textcoords="offset points", **options)
     axes.set_xlabel("epoch")
     axes.set_ylabel(f"PGD-7 accuracy on {images} (%)")
     axes.set_ylim(bottom=0)
