@@ -48,7 +48,8 @@ def one(job: tuple[Path, str, int, str]) -> dict[str, Any]:
         from moatlab.training import train
 
         train(make_recipe(method, seed=seed, threads=1, on_collapse=answer), out.path, resume=True)
-    lines, record = out.read_metrics(), json.loads(out.record.read_text())
+    lines = [json.loads(line) for line in out.metrics.read_text().splitlines()]
+    record = json.loads(out.record.read_text())
     row = {"method": method, "seed": seed, "final": record["final"], "passes": record["counted"]["passes"]}
     if answer != "warn":
         names = ("alarms", "collapsed_at", "kept_epoch", "healing")

@@ -61,7 +61,7 @@ def run(folder: Path, *arguments: object, **more: Any) -> Ended:
 def without_times(value: Any) -> Any:
     """Seconds differ from run to run, and with them checksums; the machine may; nothing else does."""
     if isinstance(value, dict):
-        left_out = (*TIMES, "checksum", "environment")
+        left_out = (*TIMES, "checksum", "metrics", "environment")
         return {name: without_times(part) for name, part in value.items() if name not in left_out}
     return [without_times(part) for part in value] if isinstance(value, list) else value
 
