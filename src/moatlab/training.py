@@ -93,10 +93,10 @@ class Run:
         session, progress = self.session, self.progress
         announce(session)
         self.log = Logbook(self.folder, progress)
-        with suppress(NotWritten):  # a full disk is told of when more than this is to be written
-            self.describe("running")
         self.bar = display.Bar(session.recipe.method, self.pace.total)
         with self.meter.counting(session.model), signals_caught() as self.caught, self.bar:
+            with suppress(NotWritten):  # a full disk is told of when more than this is to be written
+                self.describe("running")
             try:
                 try:
                     self.loop(last_step, checkpoint_every)
