@@ -180,8 +180,9 @@ def test_a_disk_that_is_full_at_any_write_loses_nothing(here, tiny, undisturbed,
 def test_a_terminal_that_closes_is_met_with_a_checkpoint(here, tiny):
     command = [sys.executable, "-m", "moatlab", "train", "moat:2", "--data", str(tiny), *map(str, OPTIONS)]
     process = subprocess.Popen(
-        [*command, "--epochs", "3000", "--out", "run"], stderr=subprocess.PIPE, text=True, cwd=here
-    )
+        [*command, "--epochs", "3000", "--out", "run"], stderr=subprocess.PIPE, text=True, cwd=here,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
+    )  # fmt: skip
     while not (here / "run" / "run.json").exists():
         assert process.poll() is None
         time.sleep(0.02)

@@ -27,8 +27,8 @@ class Caught:
 
 @contextmanager
 def signals_caught() -> Iterator[Caught]:
-    """Signals are noted, for the caller to act on between two steps; a second one does not wait. One that this process
-    was told to ignore (as nohup does) stays ignored."""
+    """Signals are noted, for the caller to act on between two steps; a second one does not wait. SIGHUP stays ignored
+    where nohup has said so."""
     caught = Caught()
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -39,7 +39,8 @@ def signals_caught() -> Iterator[Caught]:
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread may set handlers
         return
-    caught_here = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    ignored = [number for number in SIGNALS[2:] if signal.getsignal(number) is signal.SIG_IGN]
+    caught_here = [number for number in SIGNALS if number not in ignored]
     before = {number: signal.signal(number, handle) for number in caught_here}
     try:
         yield caught

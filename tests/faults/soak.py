@@ -26,7 +26,7 @@ def small_disks(folder: Path, tiny: Path, count: int) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
-    "kills of moat train": lambda folder, _: kills.train(folder, 11),
+    "kills of moat train": lambda folder, _: kills.train(folder, 13),
     "kills of moat eval --attacks aa": lambda folder, _: kills.evaluate(folder, chains=4, kills=6),
     "corrupted files": lambda folder, tiny: Corruption(folder / "files", tiny).many(1000),
     "command lines in this process": lambda *_: fuzz.in_process(20_000),
