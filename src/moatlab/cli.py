@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import types
-import typing
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +13,8 @@ from typing import Any, NoReturn
 import click
 
 from moatlab.errors import Interrupted, RunFailed, UserError
-from moatlab.recipe import PRESETS, Recipe, default_preset, make_recipe, option_name, slug
+from moatlab.options import data_dir_option, json_option, recipe_options, running_options, trust_option
+from moatlab.recipe import Recipe, default_preset, make_recipe, slug
 
 COST_NAMES = ("forwards", "input_backwards", "weight_backwards", "double_backwards")
 
@@ -33,47 +31,6 @@ def cli(debug: bool) -> None:
     moat plan imoat:2,5,8     what a run costs, before it runs
     moat eval RUN             its accuracy under every attack of the paper
     """
-
-
-def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """An option for every field of `Recipe` but the method, a preset and a recipe file below them."""
-    for name, field in reversed(Recipe.model_fields.items()):
-        if name == "method":
-            continue
-        kinds = [kind for kind in typing.get_args(field.annotation) if kind is not types.NoneType]
-        flags = option_name(name) + (f"/--no-{name.replace('_', '-')}" if field.annotation is bool else "")
-        kind: Any = field.annotation
-        if typing.get_origin(kind) is typing.Literal:
-            kind = click.Choice(kinds)
-        elif kind not in (int, float, bool):
-            kind = str
-        command = click.option(flags, name, type=kind, default=None, help=str(field.description))(command)
-    command = click.option("--recipe", "recipe_file", type=Path, help="A recipe file, such as a run's recipe.toml.")(
-        command
-    )
-    presets = click.Choice(list(PRESETS))
-    help_text = "Where the other options start from  [default: mini, or paper for other data]"
-    return click.option("--preset", type=presets, help=help_text)(command)
-
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
-data_dir_option = click.option(
-    "--data-dir", type=Path, envvar="MOAT_DATA", show_envvar=True, help="Where data sets are looked for first."
-)
-
-
-trust_option = click.option(
-    "--trust-model-code", is_flag=True, help="Import the module that a file names as its model: it can run anything."
-)
-
-
-def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that say where and how a run runs, and are no part of what it is."""
-    command = click.option("--resume", is_flag=True, help="Continue the run in --out, or start it.")(
-        json_option(command)
-    )
-    command = click.option("--out", type=Path, help="The run's folder  [default: runs/NAME]")(command)
-    return data_dir_option(trust_option(command))
 
 
 @cli.command("train")

@@ -168,7 +168,13 @@ def read_json_and_check(path: Path) -> tuple[dict[str, Any], bool]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """This process alone works in `folder`: a second one is refused. However a process ends, its lock ends with it."""
+    """This process alone works in `folder`, which is made if need be: a second one is refused. However a process ends,
+    its lock ends with it."""
+    refuse_link(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotWritten(not_written(folder, error)) from error
     if sys.platform == "win32":
         yield  # without
         return

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moatlab.errors import Damaged, NotWritten, UserError
-from moatlab.files import atomic, locked, not_written, read_json, refuse_link, write_json
+from moatlab.errors import Damaged, UserError
+from moatlab.files import atomic, locked, read_json, write_json
 
 UNREADABLE_ARRAYS = (
     OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, MemoryError, SyntaxError, zipfile.BadZipFile,
@@ -117,11 +117,6 @@ def pieces(folder: Path, attack: str, array: str) -> Iterator[Any]:
 @contextmanager
 def for_one_process(folder: Path) -> Iterator[None]:
     """The folder of an evaluation, while no other process may work in it; it goes where nothing was kept in it."""
-    refuse_link(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise NotWritten(not_written(folder, error)) from error
     with locked(folder):
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moatlab.errors import Damaged, NotWritten, UserError
-from moatlab.files import append_line, atomic, locked, not_written, read_json, read_whole, remove_leftovers, write_json
+from moatlab.errors import Damaged, UserError
+from moatlab.files import append_line, atomic, locked, read_json, read_whole, remove_leftovers, write_json
 from moatlab.recipe import Recipe, load_recipe, option_name
 
 
@@ -99,10 +99,6 @@ class RunFolder:
     def for_one_process(self) -> Iterator[None]:
         """The folder, made if need be, while no other process may work in it. Removed where it came to nothing."""
         made = not self.path.exists()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise NotWritten(not_written(self.path, error)) from error
         with locked(self.path):
             for path in (self.recipe, self.record, self.metrics, self.events, self.checkpoint, self.model,
                          self.best_model):  # fmt: skip
@@ -123,17 +119,19 @@ class RunFolder:
             raise UserError(f"{self.record} has other keys than this version of moatlab writes ({error})") from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return self._read_lines(self.metrics, ("epoch", "stage", "pgd7", "comparable"))
+        return self._read_lines(self.metrics, {"epoch", "stage", "pgd7", "comparable"})
 
     def read_events(self) -> list[dict[str, Any]]:
-        return self._read_lines(self.events, ("event",)) if self.events.exists() else []
+        return self._read_lines(self.events, {"event"}) if self.events.exists() else []
 
-    def _read_lines(self, path: Path, needed: tuple[str, ...]) -> list[dict[str, Any]]:
+    def _read_lines(self, path: Path, needed: set[str]) -> list[dict[str, Any]]:
         try:
-            lines = [json.loads(line) for line in read_whole(path).splitlines()]
-            return [{name: line[name] for name in (*needed, *line)} for line in lines]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            lines = [dict(json.loads(line)) for line in read_whole(path).splitlines()]
+        except (OSError, ValueError, TypeError, RecursionError):
             raise UserError(f"{path} is missing or damaged") from None
+        if not all(needed <= line.keys() for line in lines):
+            raise UserError(f"{path} is damaged: a line of it lacks one of {', '.join(sorted(needed))}")
+        return lines
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         append_line(self.metrics, line)

@@ -61,7 +61,11 @@ def check_origin(path: Path, digest: str | None) -> None:
         record = read_json(path.parent / "run.json")
     except UserError:
         return  # not in a run's folder, or nothing to go by
-    if path.name == "model.safetensors" and record.get("status") == "finished" and record.get("model") != digest:
+    if (
+        path.name == "model.safetensors"
+        and record.get("status") == "finished"
+        and record.get("model") not in (None, digest)
+    ):
         raise UserError(f"{path} is not the model that this run wrote; it was replaced by another")
 
 
