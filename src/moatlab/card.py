@@ -22,6 +22,7 @@ from moatlab.environment import describe_environment
 from moatlab.errors import UserError, needs_trust
 from moatlab.evaluation import Evaluation, evaluate
 from moatlab.files import atomic, read_json_and_check, remove_leftovers, with_checksum
+from moatlab.intervals import wilson
 from moatlab.models import BUILT_IN
 from moatlab.partial import UNREADABLE_ARRAYS, discard, for_one_process, pieces
 from moatlab.precision import full_precision
@@ -126,15 +127,6 @@ def first_broken_by(broken_by: dict[str, list[str | None]]) -> list[str | None]:
         broken = (name for name, verdict in zip(broken_by, verdicts, strict=True) if verdict is not None)
         firsts.append(next(broken, None))
     return firsts
-
-
-def wilson(standing: int, count: int) -> list[float]:
-    """The 95 % interval of a share by Wilson's score, which stays sensible near 0 and 1."""
-    z = 1.959964
-    share, weight = standing / count, z * z / count
-    middle = (share + weight / 2) / (1 + weight)
-    half = z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
-    return [max(middle - half, 0.0), min(middle + half, 1.0)]
 
 
 def write_card(path: Path, card: dict[str, Any]) -> None:

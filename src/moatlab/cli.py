@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import suppress
@@ -13,7 +12,16 @@ from typing import Any, NoReturn
 import click
 
 from moatlab.errors import Interrupted, RunFailed, UserError
-from moatlab.options import data_dir_option, json_option, recipe_options, running_options, trust_option
+from moatlab.options import (
+    data_dir_option,
+    json_option,
+    print_file,
+    print_json,
+    recipe_options,
+    running_options,
+    trust_option,
+)
+from moatlab.publishing import report_command, reproduce_command
 from moatlab.recipe import Recipe, default_preset, make_recipe, slug
 
 COST_NAMES = ("forwards", "input_backwards", "weight_backwards", "double_backwards")
@@ -30,12 +38,14 @@ def cli(debug: bool) -> None:
     moat train moat:2         train one model
     moat plan imoat:2,5,8     what a run costs, before it runs
     moat eval RUN             its accuracy under every attack of the paper
+    moat report RUN ...       a page to look at
+    moat reproduce table2a    a table or figure of the paper
     """
 
 
 @cli.command("train")
 @click.argument("method", required=False)
-@recipe_options
+@recipe_options()
 @running_options
 @click.option("--max-steps", type=click.IntRange(min=0), help="Stop after so many steps of the whole run.")
 @click.option("--checkpoint-every", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS")
@@ -58,6 +68,10 @@ def train_command(
     record = train(
         recipe, out, data_dir=data_dir, resume=resume, max_steps=max_steps, checkpoint_every=checkpoint_every
     )
+    if record.final and not (out / "report.html").exists():
+        from moatlab.report.page import publish
+
+        publish([out], out / "report.html", data_dir=data_dir)
     if as_json:
         print_file(out / "run.json")
     elif record.final:
@@ -69,11 +83,12 @@ def train_command(
         healing = record.healing["passes"]
         extra = f" ({healing:+g} beyond the plan, for healing)" if healing else ""
         click.echo(f"{record.counted['passes']:g} passes{extra}; the run is in {out}")
+        click.echo(f"report: {out / 'report.html'}")
 
 
 @cli.command("plan")
 @click.argument("method", required=False)
-@recipe_options
+@recipe_options()
 @json_option
 def plan_command(
     method: str | None, preset: str | None, recipe_file: Path | None, as_json: bool, **options: Any
@@ -110,7 +125,7 @@ def plan_command(
 
 @cli.command("compare")
 @click.argument("methods", nargs=-1, required=True)
-@recipe_options
+@recipe_options()
 @running_options
 def compare_command(
     methods: tuple[str, ...], preset: str | None, recipe_file: Path | None, out: Path | None, resume: bool,
@@ -319,20 +334,15 @@ def env_command(as_json: bool) -> None:
             click.echo(f"{name:<10}{value}")
 
 
+cli.add_command(reproduce_command)
+cli.add_command(report_command)
+
+
 def default_name(recipe: Recipe, preset: str | None, methods: str | None = None) -> str:
     """`moat-2_mini_s0`: the method, the data (or mini's longer sister), the seed."""
     preset = preset or default_preset(recipe.data)
     where = preset if recipe.data == "mini" else Path(recipe.data).name
     return f"{slug(methods or recipe.method)}_{slug(where)}_s{recipe.seed}"
-
-
-def print_json(fields: dict[str, Any]) -> None:
-    click.echo(json.dumps(fields, indent=1))
-
-
-def print_file(path: Path) -> None:
-    """A result as it stands in its file."""
-    print_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 def main() -> NoReturn:
@@ -353,7 +363,7 @@ def main() -> NoReturn:
         message = sentence(error)
         if isinstance(error, Interrupted):
             message += ", continue by starting it again" + (
-                " with --resume" if {"train", "compare"} & {*arguments} else ""
+                " with --resume" if {"train", "compare"} & {*arguments[:1]} else ""
             )
         with suppress(OSError):
             click.echo(f"moat: {' '.join(message.split())}", err=True)

@@ -1,5 +1,10 @@
 """The two ways a command ends badly, and the one way it ends early. Each carries one sentence for a person."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """The user's mistake: exit code 2, nothing was started."""
@@ -31,3 +36,9 @@ def needs_trust(model: str, origin: object) -> UserError:
         f"{origin} names the model {model}, which means importing and running that code; if you trust it, "
         "add --trust-model-code (trust_model_code=True in Python), or name it yourself with --model"
     )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean fgsm?)` for a misspelt name, to stand at the end of a sentence; nothing where none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

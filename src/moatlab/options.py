@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 import typing
 from collections.abc import Callable
@@ -21,10 +22,18 @@ trust_option = click.option(
 )
 
 
-def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """An option for every field of `Recipe` but the method, a preset and a recipe file below them."""
+Command = Callable[..., Any]
+
+
+def recipe_options(*fixed: str, preset: str | None = None) -> Callable[[Command], Command]:
+    """An option for every field of `Recipe` but the method and those that the command fixes, a preset and a recipe file
+    below them."""
+    return lambda command: _recipe_options(command, {"method", *fixed}, preset)
+
+
+def _recipe_options(command: Command, left_out: set[str], preset: str | None) -> Command:
     for name, field in reversed(Recipe.model_fields.items()):
-        if name == "method":
+        if name in left_out:
             continue
         kinds = [kind for kind in typing.get_args(field.annotation) if kind is not types.NoneType]
         flags = option_name(name) + (f"/--no-{name.replace('_', '-')}" if field.annotation is bool else "")
@@ -38,14 +47,24 @@ def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
         command
     )
     presets = click.Choice(list(PRESETS))
-    help_text = "Where the other options start from  [default: mini, or paper for other data]"
-    return click.option("--preset", type=presets, help=help_text)(command)
+    usual = preset or "mini, or paper for other data"
+    help_text = f"Where the other options start from  [default: {usual}]"
+    return click.option("--preset", type=presets, default=preset, help=help_text)(command)
 
 
-def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def running_options(command: Command) -> Command:
     """Options that say where and how a run runs, and are no part of what it is."""
     command = click.option("--resume", is_flag=True, help="Continue the run in --out, or start it.")(
         json_option(command)
     )
     command = click.option("--out", type=Path, help="The run's folder  [default: runs/NAME]")(command)
     return data_dir_option(trust_option(command))
+
+
+def print_json(fields: dict[str, Any]) -> None:
+    click.echo(json.dumps(fields, indent=1))
+
+
+def print_file(path: Path) -> None:
+    """A result as it stands in its file."""
+    print_json(json.loads(path.read_text(encoding="utf-8")))

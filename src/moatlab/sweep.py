@@ -16,7 +16,7 @@ WATCHED = {"holdout": "held-out images", "train": "training images", "test": "te
 
 
 def compare(
-    recipes: list[Recipe], out: str | Path, *, data_dir: str | Path | None = None, resume: bool = False
+    recipes: list[Recipe], out: str | Path, *, data_dir: Path | None = None, resume: bool = False
 ) -> dict[str, Any]:
     """Train each recipe into a folder of its own below `out`; return (and write to `compare.json`) their test
     accuracies, costs and collapses side by side, with a plot of PGD-7 accuracy over the epochs."""
@@ -38,10 +38,13 @@ def compare(
         histories[record.method] = RunFolder(out / name).read_metrics()
         events[record.method] = [event for event in RunFolder(out / name).read_events() if "epoch" in event]
         display.note("")
+    from moatlab.report.page import publish
     from moatlab.report.plots import plot_pgd7
 
     first, plot = recipes[0], out / "pgd7.png"
     plot_pgd7(plot, histories, events, title=first.setting, images=WATCHED[first.monitor])
-    result = {"setting": first.setting, "bn_in_attack": first.bn_in_attack, "rows": rows, "plot": str(plot)}
+    result = {"setting": first.setting, "bn_in_attack": first.bn_in_attack, "rows": rows, "plot": str(plot),
+              "report": str(out / "report.html")}  # fmt: skip
     write_json(out / "compare.json", result)
+    publish([out / name for name in folders], out / "report.html", data_dir=data_dir)
     return result

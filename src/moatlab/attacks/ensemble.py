@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from moatlab.attacks.geometry import Norm
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, as_probe
 from moatlab.attacks.square_attack import QUERIES, square
-from moatlab.errors import UserError
+from moatlab.errors import UserError, did_you_mean
 
 RESTARTS = 10
 TARGETS = 9
@@ -150,9 +149,7 @@ def check_names(names: Iterable[str]) -> list[str]:
 
 
 def unknown_attack(name: str) -> str:
-    close = difflib.get_close_matches(name, NAMES, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    return f"there is no attack '{name}'{hint}; there are {', '.join(NAMES)}"
+    return f"there is no attack '{name}'{did_you_mean(name, NAMES)}; there are {', '.join(NAMES)}"
 
 
 def too_few_classes(name: str, classes: int) -> str:

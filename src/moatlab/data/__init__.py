@@ -5,7 +5,6 @@ Nothing here imports torch before images are really loaded, so that sizes can be
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ from moatlab.data import cifar, fetch
 from moatlab.data.cifar import SPECS
 from moatlab.data.fetch import cache_dir
 from moatlab.display import warn
-from moatlab.errors import UserError
+from moatlab.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +87,7 @@ def load_images(name: str, data_dir: str | Path | None = None) -> Images:
 def get_images_folder(name: str, data_dir: str | Path | None = None) -> Path:
     """Makes sure that a known data set is on disk, and says where."""
     if name not in SPECS:
-        close = difflib.get_close_matches(name, SPECS, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = did_you_mean(name, SPECS)
         raise UserError(f"no data set or folder called {name!r}; known are {', '.join(SPECS)}{hint}")
     return MINI_FOLDER if name == "mini" else fetch.ensure(name, data_dir)
 

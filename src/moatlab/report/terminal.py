@@ -22,7 +22,7 @@ def print_comparison(result: dict[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(f"setting: {result['setting']}", markup=False)
-    console.print(f"plot: {result['plot']}", markup=False, soft_wrap=True)
+    console.print(f"plot: {result['plot']}\nreport: {result['report']}", markup=False, soft_wrap=True)
 
 
 def print_card(card: dict[str, Any]) -> None:

@@ -1,0 +1,136 @@
+"""A run's numbers, small enough to keep: what it cost, whether it collapsed, and every verdict of its evaluations."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moatlab.card import evaluate_subject
+from moatlab.claims import Runs
+from moatlab.errors import Damaged, UserError
+from moatlab.files import read_json, write_json
+from moatlab.paper import COLUMNS
+from moatlab.recipe import Recipe
+from moatlab.runfolder import RunFolder
+from moatlab.subject import Subject, load_subject
+
+Outcome = dict[str, Any]
+
+
+def evaluate_run(
+    folder: Path, recipe: Recipe, *, images: int | None, aa_images: int | None, data_dir: Path | None
+) -> Outcome:
+    """Evaluate a finished run by the paper's attacks, its last epoch and, where images were held out, its best one;
+    write and return its outcome. What was evaluated before is not evaluated again."""
+    path = folder / "outcome.json"
+    try:
+        known = read_json(path)
+        if matches(known, recipe, images, aa_images):
+            return known
+    except Damaged:
+        pass
+    run = RunFolder(folder)
+    record, metrics = run.read_record(), run.read_metrics()
+    assert record.final is not None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(recipe.threads)
+    try:
+        evaluations: dict[str, Any] = {"last": None, "best": None}
+        for which in ("last", "best") if run.best_model.exists() else ("last",):
+            subject = load_subject(folder, model=recipe.model, which=which, data_dir=data_dir, device=recipe.device)
+            last = evaluations["last"]
+            if last and last["model"] == subject.sha256:
+                evaluations[which] = last  # the best epoch is the last one
+                continue
+            evaluation = _evaluate(subject, images, aa_images)
+            epoch = recipe.epochs if which == "last" else record.best and record.best["epoch"]
+            evaluations[which] = {"model": subject.sha256, "epoch": epoch, **evaluation}
+    finally:
+        torch.set_num_threads(threads)
+    outcome = {
+        "method": recipe.method, "seed": recipe.seed, "recipe": recipe.model_dump(mode="json"),
+        "recipe_sha256": recipe.sha256, "images": images, "aa_images": aa_images,
+        "passes": record.counted["passes"], "train_seconds": record.train_seconds,
+        "steady_seconds": steady_seconds(metrics), "collapsed_at": record.collapsed_at, "final": record.final,
+        "history": [{name: line[name] for name in KEPT} for line in metrics], **evaluations,
+        "environment": record.environment,
+    }  # fmt: skip
+    write_json(path, outcome)
+    return outcome
+
+
+KEPT = ("epoch", "stage", "clean", "fgsm", "pgd7", "comparable", "train_seconds")
+
+
+def matches(outcome: Outcome, recipe: Recipe, images: int | None, aa_images: int | None) -> bool:
+    """Whether an outcome is that of this recipe, evaluated on as many images."""
+    expected = (recipe.sha256, images, aa_images)
+    return (outcome.get("recipe_sha256"), outcome.get("images"), outcome.get("aa_images")) == expected
+
+
+def _evaluate(subject: Subject, images: int | None, aa_images: int | None) -> dict[str, Any]:
+    """Accuracy and verdicts in the paper's columns. AutoAttack, far slower than the rest, may have fewer images, and
+    then a card of its own."""
+    if images == aa_images:
+        cards = [_card(subject, [*COLUMNS], images)]
+    else:
+        apart = replace(subject, card=subject.card.with_name(f"{subject.card.stem}_aa.json"))
+        cards = [_card(subject, [*COLUMNS[:-1]], images), _card(apart, ["clean", "aa"], aa_images)]
+    accuracy, standing, counts = {}, {}, {}
+    for card in reversed(cards):  # clean accuracy is that of the larger card
+        for name, result in card["results"].items():
+            accuracy[name], counts[name] = result["accuracy"], card["data"]["images"]
+            standing[name] = pack([verdict is None for verdict in card["broken_by"][name]])
+    flags = list(dict.fromkeys(flag["name"] for card in cards for flag in card["flags"]))
+    return {"images": counts, "accuracy": accuracy, "standing": standing, "flags": flags}
+
+
+def _card(subject: Subject, attacks: list[str], count: int | None) -> dict[str, Any]:
+    """The card that is there, if it is of the same model and asks the same; or a new one."""
+    try:
+        card = read_json(subject.card)
+        asked = card["settings"]
+        same = card["subject"]["sha256"] == subject.sha256 and card["data"]["sha256"] == subject.images.sha256
+        wanted = (attacks, subject.eps, subject.norm, 0, count or len(subject.images.test_y))
+        if same and tuple(asked[name] for name in ("attacks", "eps", "norm", "seed", "images")) == wanted:
+            return card
+    except (UserError, KeyError, TypeError):
+        pass
+    return evaluate_subject(subject, attacks=attacks, count=count)
+
+
+def steady_seconds(metrics: Sequence[dict[str, Any]]) -> float:
+    """Training time with each epoch at the median of its stage: what a machine with nothing else to do needs, about,
+    where a pause or another job made some epochs slow."""
+    by_stage: dict[str, list[float]] = {}
+    for line in metrics:
+        by_stage.setdefault(line["stage"], []).append(line["train_seconds"])
+    return round(sum(len(seconds) * statistics.median(seconds) for seconds in by_stage.values()), 3)
+
+
+def pack(flags: Sequence[bool]) -> str:
+    """Verdicts as hexadecimal digits, the first image in the highest bit."""
+    return f"{int('1' + ''.join('01'[flag] for flag in flags), 2):x}"
+
+
+def unpack(text: str) -> list[bool]:
+    return [digit == "1" for digit in f"{int(text, 16):b}"[1:]]
+
+
+def as_runs(outcomes: Sequence[Outcome], which: str = "last") -> Runs:
+    """The outcomes of one row, one for each seed, as claims see them."""
+    chosen = {outcome["seed"]: outcome for outcome in outcomes if outcome[which]}
+    return Runs(
+        accuracy={name: {seed: one[which]["accuracy"][name] for seed, one in chosen.items()} for name in COLUMNS},
+        cost={seed: one["passes"] for seed, one in chosen.items()},
+        time={seed: one["steady_seconds"] for seed, one in chosen.items()},
+        collapsed={seed: one["collapsed_at"] is not None for seed, one in chosen.items()},
+        standing={
+            name: {seed: unpack(one[which]["standing"][name]) for seed, one in chosen.items()} for name in COLUMNS
+        },
+    )

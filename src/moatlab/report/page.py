@@ -1,0 +1,230 @@
+"""The page: one HTML file about one run or several, with nothing to load from anywhere.
+
+Text goes through a template that escapes it, whatever file it came from; the one script is named by its hash in the
+page's security policy, so that no other could run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from fractions import Fraction
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from moatlab import display
+from moatlab.errors import RunFailed, UserError
+from moatlab.files import atomic
+from moatlab.report.gather import RunView, find_runs, gather
+from moatlab.report.plots import plot_portrait, plot_run
+from moatlab.report.svg import COLOURS, Band, Series, line_chart, scatter, surface
+
+__all__ = ["find_runs", "publish", "write_report"]
+
+HERE = Path(__file__).parent
+ATTACKS = ("clean", "fgsm", "pgd7", "pgd50", "cw50", "mim50", "apgd-ce", "apgd-t", "fab-t", "square", "aa-fast", "aa")
+STRONGEST = ("aa", "pgd50", "pgd7")
+WATCHED = {"holdout": "held-out images", "train": "training images", "test": "test images"}
+ACCURACIES = {"clean": 6, "fgsm": 4, "pgd7": 1}  # and their colours
+CARD_SHOWN = ("subject", "data", "settings", "results", "all_attacks", "flags", "measured", "audit", "environment")
+
+
+def write_report(
+    folders: list[Path], out: Path, *, data_dir: Path | None = None, trust_model_code: bool = False,
+    title: str | None = None, top: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Write a page about the runs in `folders`; `top` holds tables and claims to stand above them."""
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; name a file, such as {out / 'report.html'}")
+    views = gather(folders, data_dir=data_dir, trust_model_code=trust_model_code)
+    for view in views:
+        if view.portrait_is_new and view.portrait:
+            draw_pictures(view)
+    page = render(views, title=title, top=top)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(out) as file:
+        file.write(page.encode())
+
+
+def publish(folders: list[Path], out: Path, *, data_dir: Path | None = None, title: str | None = None) -> None:
+    """Write a page about runs that this process trained. They are done whatever becomes of it."""
+    try:
+        write_report(folders, out, data_dir=data_dir, trust_model_code=True, title=title)
+    except (UserError, RunFailed) as error:
+        display.warn(f"no report was made: {error}")
+
+
+def draw_pictures(view: RunView) -> None:
+    """The run's plots as PNG, in its folder."""
+    if view.metrics:
+        plot_run(view.folder / "curves.png", view.metrics, view.collapsed_at, title=view.method)
+    if view.portrait:
+        plot_portrait(view.folder / "portrait.png", view.portrait, title=view.method)
+
+
+def render(views: list[RunView], *, title: str | None = None, top: dict[str, Any] | None = None) -> str:
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    script = (HERE / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    columns = [name for name in ATTACKS if any(name in view.accuracy for view in views)]
+    runs = [_run(view, number, columns) for number, view in enumerate(views)]
+    settings = list(dict.fromkeys(run["setting"] for run in runs if run["setting"]))
+    problems = [
+        problem if str(view.folder) in problem else f"{view.folder}: {problem}"
+        for view in views
+        for problem in view.problems
+    ]
+    for problem in problems:
+        display.warn(problem)
+    return environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(
+        title=title or ", ".join(dict.fromkeys(view.method for view in views)),
+        settings=settings if len(settings) == 1 else [],
+        style=Markup((HERE / "page.css").read_text(encoding="utf-8")),  # ours: no text of a run is in it
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        warnings=_warnings(views),
+        problems=problems,
+        columns=columns,
+        columns_note=_note_on_columns(views),
+        runs=runs,
+        plots=_plots(views),
+        accuracies=ACCURACIES,
+        version=version("moatlab"),
+        **(top or {"paper_tables": [], "claims": []}),
+    )
+
+
+def _warnings(views: list[RunView]) -> list[tuple[str, str]]:
+    found = [(f"{view.label}: {flag['name']}", f"{flag['meaning']} ({flag['evidence']})")
+             for view in views for flag in view.flags]  # fmt: skip
+    collapsed = [view for view in views if view.collapsed_at and not view.flags]
+    return found + [
+        (f"{view.label}: collapsed", f"robustness was lost at epoch {view.collapsed_at} and did not come back")
+        for view in collapsed
+    ]
+
+
+def _note_on_columns(views: list[RunView]) -> str:
+    counts = {f"{card['data']['images']:,} ({', '.join(card['results'])})" for view in views for card in view.cards}
+    quick = {f"{view.record.final['images']:,}" for view in views if view.record and view.record.final}
+    note = f"Test images: {'; '.join(sorted(counts))}. " if counts else ""
+    unlisted = "clean, fgsm, pgd7" if not counts else "what no card holds (pgd7: seven steps, a quick look)"
+    return note + (f"{', '.join(sorted(quick))} for {unlisted}." if quick else "")
+
+
+def _plots(views: list[RunView]) -> list[dict[str, Any]]:
+    """What compares the runs: over the epochs, against cost, by radius."""
+    curves = [
+        Series(
+            view.label, number,
+            [(line["epoch"], 100 * line["pgd7"]) for line in view.metrics],
+            [(line["epoch"], 100 * line["pgd7"]) for line in view.metrics if line["comparable"]]
+            if not all(line["comparable"] for line in view.metrics) else None,
+            _marks(view),
+        )
+        for number, view in enumerate(views)
+        if view.metrics
+    ]  # fmt: skip
+    plots = []
+    if curves:
+        note = "PGD-7 on the watched images after each epoch. Of cycles the ends are bold. A cross: the collapse."
+        drawing = line_chart(curves, x_label="epoch", y_label="PGD-7 accuracy (%)", x_unit="epoch")
+        plots.append({"id": "epochs", "title": "Robustness over the epochs", "drawing": drawing, "note": note})
+    measure = next((name for name in STRONGEST if all(name in view.accuracy for view in views)), None)
+    if measure:
+        points = [
+            (view.label, number, view.record.counted["passes"], 100 * view.accuracy[measure])
+            for number, view in enumerate(views)
+            if view.record
+        ]
+        drawing = scatter(points, x_label="passes over the training set", y_label=f"accuracy under {measure} (%)")
+        note = "The dashed line joins the runs that no other beats in both robustness and cost."
+        plots.append({"id": "cost", "title": "Robustness against cost", "drawing": drawing, "note": note})
+    radii = [
+        Series(view.label, number, _curve(view.portrait)) for number, view in enumerate(views) if view.portrait
+    ]  # fmt: skip
+    if radii:
+        portraits = [view.portrait for view in views if view.portrait]
+        scale = 255 if portraits[0]["norm"] == "linf" else 1
+        own = {float(Fraction(portrait["eps"])) * scale for portrait in portraits}
+        drawing = line_chart(
+            radii, x_label="eps x 255" if scale == 255 else "eps", y_label="robust accuracy (%)", x_unit="eps",
+            guide=own.pop() if len(own) == 1 else None,
+        )  # fmt: skip
+        first = portraits[0]
+        note = (
+            f"A quick attack of {first['steps']} steps on {first['curve']['images']} test images; who falls at a "
+            "radius counts as fallen at larger ones. The dashed line: the radius trained for."
+        )
+        plots.append({"id": "radius", "title": "Robustness by radius", "drawing": drawing, "note": note})
+    return plots
+
+
+def _curve(portrait: dict[str, Any]) -> list[tuple[float, float]]:
+    scale = 255 if portrait["norm"] == "linf" else 1
+    curve = portrait["curve"]
+    return [(round(scale * eps, 3), 100 * share) for eps, share in zip(curve["eps"], curve["accuracy"], strict=True)]
+
+
+def _marks(view: RunView) -> tuple[tuple[float, float], ...]:
+    return tuple((line["epoch"], 100 * line["pgd7"]) for line in view.metrics if line["epoch"] == view.collapsed_at)
+
+
+def _run(view: RunView, number: int, columns: list[str]) -> dict[str, Any]:
+    record, accuracy, portrait = view.record, view.accuracy, view.portrait
+    stages = list(dict.fromkeys(line["stage"] for line in view.metrics))
+    collapsed = f"epoch {view.collapsed_at}" if view.collapsed_at else "no"
+    if record and record.kept_epoch:
+        collapsed = f"epoch {record.alarms[-1]}, kept {record.kept_epoch}"
+    fields: dict[str, Any] = {
+        "label": view.label, "colour": number % COLOURS, "setting": view.recipe.setting if view.recipe else "",
+        "numbers": [f"{100 * accuracy[name]:.1f}" if name in accuracy else "" for name in columns],
+        "passes": f"{record.counted['passes']:g}" if record else "",
+        "time": display.duration(record.train_seconds) if record else "",
+        "collapsed": collapsed if record and record.final else (record.status if record else "unknown"),
+        "stages": stages if len(stages) > 1 else [],
+        "watched": WATCHED[view.recipe.monitor] if view.recipe else "watched images",
+        "files": _files(view),
+    }  # fmt: skip
+    if view.metrics:
+        series = [
+            Series(name, kind, [(line["epoch"], 100 * line[name]) for line in view.metrics],
+                   marks=_marks(view) if name == "pgd7" else ())
+            for name, kind in ACCURACIES.items()
+        ]  # fmt: skip
+        bands = [Band(line["epoch"] - 0.5, line["epoch"] + 0.5, stages.index(line["stage"])) for line in view.metrics]
+        fields["curves"] = line_chart(
+            series, x_label="epoch", y_label="accuracy (%)", x_unit="epoch", bands=bands if len(stages) > 1 else ()
+        )
+    if portrait:
+        fields["surface"] = surface(portrait["surface"]["loss"], portrait["surface"]["wrong"])
+        fields["surface_note"] = (
+            f"Cross-entropy around test image {portrait['surface']['image']} (a {portrait['surface']['class']}, the "
+            f"dot) up to {portrait['eps']} to each side; red where the model is wrong. Smooth is good; where it bends, "
+            "one step along the gradient does not lead to where the loss is high."
+        )
+        fields["examples"] = portrait["examples"]
+        magnified = portrait["examples"][0]["magnified"]
+        fields["examples_note"] = (
+            f"Each column: the image, the image attacked within eps {portrait['eps']}, and the difference magnified "
+            f"{magnified:.0f} times (grey is none)."
+        )
+    return fields
+
+
+def _files(view: RunView) -> list[tuple[str, str]]:
+    found = []
+    if view.recipe:
+        found.append(("recipe.toml", view.recipe.to_toml()))
+    for card in view.cards:
+        shown = {name: card[name] for name in CARD_SHOWN if name in card}
+        attacks = ", ".join(card["results"])
+        found.append((f"evaluation card: {attacks}", json.dumps(shown, indent=1)))
+    if view.events:
+        found.append(("events", "\n".join(str(event.get("message", event["event"])) for event in view.events)))
+    return found

@@ -1,0 +1,208 @@
+"""Charts as SVG, drawn on the server: they are there without scripts, on paper too. A script adds values on hover.
+
+Colours are classes (`s0`, `s1`, ...) that the page's style sheet gives a value for light and for dark.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup, escape
+
+WIDTH, HEIGHT = 520, 320
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 42
+COLOURS = 12
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    name: str
+    colour: int
+    points: list[Point]
+    bold: list[Point] | None = None  # drawn strongly, with all `points` faint behind
+    marks: tuple[Point, ...] = ()  # crossed out: a collapse
+
+
+@dataclass(frozen=True)
+class Band:
+    """A stretch of the x axis with a background."""
+
+    begin: float
+    end: float
+    kind: int
+
+
+def tag(name: str, *children: str, **attributes: Any) -> Markup:
+    """An element; everything in it that is not markup already is escaped. `class_` is class, `_` in names is `-`."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_number(value))}"' for key, value in attributes.items()
+    )
+    inside = "".join(str(escape(child)) for child in children)
+    return Markup(f"<{name}{written}>{inside}</{name}>")
+
+
+def _number(value: Any) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where values are on the drawing."""
+
+    x_low: float
+    x_high: float
+    y_high: float
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.x_low) / (self.x_high - self.x_low or 1) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - value / (self.y_high or 1) * (HEIGHT - TOP - BOTTOM)
+
+    def path(self, points: Sequence[Point]) -> str:
+        return "M" + "L".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers from low to high: steps of 1, 2 or 5 times a power of ten."""
+    span = (high - low) or 1.0
+    step = 10.0 ** math.floor(math.log10(span / most))
+    step *= next(factor for factor in (1, 2, 5, 10, 20) if span / (step * factor) <= most)
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def line_chart(
+    series: Sequence[Series], *, x_label: str, y_label: str, x_unit: str, bands: Sequence[Band] = (),
+    guide: float | None = None,
+) -> Markup:  # fmt: skip
+    """Curves in percent. `guide` marks a place on the x axis, such as the radius that was trained for."""
+    shown = [one for one in series if one.points]
+    xs = [x for one in shown for x, _ in one.points] or [0.0, 1.0]
+    highest = max([y for one in shown for _, y in one.points], default=1.0)
+    frame = Frame(min(xs), max(xs), max(highest * 1.08, 1.0))
+    parts = [
+        tag("rect", class_=f"band b{band.kind % 4}", x=frame.x(max(band.begin, frame.x_low)), y=TOP,
+            width=frame.x(min(band.end, frame.x_high)) - frame.x(max(band.begin, frame.x_low)),
+            height=HEIGHT - TOP - BOTTOM)
+        for band in bands
+    ]  # fmt: skip
+    parts += _axes(frame, x_label, y_label)
+    if guide is not None and frame.x_low <= guide <= frame.x_high:
+        parts.append(tag("line", class_="own", x1=frame.x(guide), x2=frame.x(guide), y1=TOP, y2=HEIGHT - BOTTOM))
+    for one in shown:
+        kind = f"s{one.colour % COLOURS}" + (" dash" if one.colour >= COLOURS else "")
+        if one.bold is not None:
+            parts.append(tag("path", class_=f"line faint {kind}", d=frame.path(one.points)))
+        strong = one.points if one.bold is None else one.bold
+        if strong:
+            parts.append(tag("path", class_=f"line {kind}", d=frame.path(strong)))
+        if 0 < len(strong) <= 40:
+            parts += [tag("circle", class_=f"dot {kind}", cx=frame.x(x), cy=frame.y(y), r=2.2) for x, y in strong]
+        for x, y in one.marks:
+            cross = "M-6,-6L6,6M-6,6L6,-6"
+            parts.append(tag("path", class_=f"cross {kind}", d=cross, transform=_at(frame.x(x), frame.y(y))))
+    values = [
+        {"name": one.name, "colour": one.colour % COLOURS, "x": [x for x, _ in one.points],
+         "y": [round(y, 2) for _, y in one.points]} for one in shown
+    ]  # fmt: skip
+    return _figure(parts, {"kind": "lines", "series": values, "unit": x_unit, **_box(frame)}, f"{y_label} by {x_label}")
+
+
+def scatter(points: Sequence[tuple[str, int, float, float]], *, x_label: str, y_label: str) -> Markup:
+    """Named points (name, colour, x, y in percent), and the front of those that no other beats in both."""
+    highest = max((y for *_, y in points), default=1.0)
+    widest = max((x for _, _, x, _ in points), default=1.0)
+    frame = Frame(0.0, widest * 1.12 or 1.0, max(highest * 1.15, 1.0))
+    parts = _axes(frame, x_label, y_label)
+    front = pareto([(x, y) for _, _, x, y in points])
+    if len(front) > 1:
+        parts.append(tag("path", class_="front", d=frame.path(front)))
+    taken: list[Point] = []
+    for name, colour, x, y in sorted(points, key=lambda point: point[2]):
+        place = (frame.x(x), frame.y(y))
+        parts.append(tag("circle", class_=f"big s{colour % COLOURS}", cx=place[0], cy=place[1], r=6))
+        above = place[1] - 10
+        while any(abs(above - y_) < 13 and abs(place[0] - x_) < 95 for x_, y_ in taken):
+            above -= 13  # names of neighbours do not lie on each other
+        taken.append((place[0], above))
+        side = "end" if place[0] > WIDTH * 0.8 else "start" if place[0] < WIDTH * 0.2 else "middle"
+        parts.append(tag("text", name, class_="name", x=place[0], y=above, text_anchor=side))
+    values = [{"name": name, "colour": colour % COLOURS, "x": [x], "y": [round(y, 2)]} for name, colour, x, y in points]
+    return _figure(
+        parts, {"kind": "points", "series": values, "unit": x_label, **_box(frame)}, f"{y_label} by {x_label}"
+    )
+
+
+def pareto(points: Sequence[Point]) -> list[Point]:
+    """Those that no other beats in both (less x, more y), from left to right."""
+    front: list[Point] = []
+    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not front or y > front[-1][1]:
+            front.append((x, y))
+    return front
+
+
+def surface(loss: list[list[float]], wrong: list[list[int]]) -> Markup:
+    """The loss over two directions, seen from above one corner; red where the model is wrong."""
+    side = len(loss)
+    low, high = min(map(min, loss)), max(map(max, loss))
+    span = max(high - low, 0.5)  # what is flat is drawn flat
+
+    def place(i: int, j: int) -> Point:
+        """The gradient's direction goes to the right and towards us, the random one to the right and away."""
+        a, b = 2 * i / (side - 1) - 1, 2 * j / (side - 1) - 1
+        return WIDTH / 2 + (a + b) * 118, 232 + (a - b) * 44 - (loss[i][j] - low) / span * 130
+
+    cells = []
+    for i in range(side - 1):  # from the back to the front
+        for j in range(side - 2, -1, -1):
+            corners = [place(i, j), place(i + 1, j), place(i + 1, j + 1), place(i, j + 1)]
+            height = (loss[i][j] + loss[i + 1][j + 1]) / 2
+            kind = ("w" if wrong[i][j] or wrong[i + 1][j + 1] else "r") + str(min(int(4 * (height - low) / span), 3))
+            cells.append(tag("path", class_=kind, d="M" + "L".join(f"{x:.0f},{y:.0f}" for x, y in corners) + "Z"))
+    ends = [place(side - 1, 0), place(side - 1, side - 1), place(side // 2, side // 2)]
+    parts = [
+        tag("g", *cells, class_="surface"),
+        tag("circle", class_="start", cx=ends[2][0], cy=ends[2][1], r=4),
+        tag("text", "along the gradient →", class_="axis", x=WIDTH / 2 - 150, y=HEIGHT - 16, text_anchor="middle"),
+        tag("text", "a random direction →", class_="axis", x=WIDTH / 2 + 150, y=HEIGHT - 16, text_anchor="middle"),
+        tag("text", f"loss {low:.2g} to {high:.2g}", class_="axis", x=12, y=24, text_anchor="start"),
+    ]
+    return _figure(parts, None, "loss around one image")
+
+
+def _axes(frame: Frame, x_label: str, y_label: str) -> list[Markup]:
+    parts = []
+    for value in ticks(0, frame.y_high):
+        y = frame.y(value)
+        parts.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+        parts.append(tag("text", f"{value:g}", class_="tick", x=LEFT - 6, y=y + 4, text_anchor="end"))
+    for value in ticks(frame.x_low, frame.x_high):
+        parts.append(tag("text", f"{value:g}", class_="tick", x=frame.x(value), y=HEIGHT - BOTTOM + 16,
+                         text_anchor="middle"))  # fmt: skip
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(tag("text", x_label, class_="axis", x=middle, y=HEIGHT - 6, text_anchor="middle"))
+    turned = f"translate(13 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)"
+    parts.append(tag("text", y_label, class_="axis", transform=turned, text_anchor="middle"))
+    return parts
+
+
+def _at(x: float, y: float) -> str:
+    return f"translate({x:.1f} {y:.1f})"
+
+
+def _box(frame: Frame) -> dict[str, list[float]]:
+    return {"view": [WIDTH, HEIGHT], "x": [frame.x_low, frame.x_high, LEFT, WIDTH - RIGHT],
+            "y": [0.0, frame.y_high, HEIGHT - BOTTOM, TOP]}  # fmt: skip
+
+
+def _figure(parts: Sequence[str], values: dict[str, Any] | None, label: str) -> Markup:
+    drawing = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
+    return tag("div", drawing, class_="plot", **({"data_chart": json.dumps(values)} if values else {}))

@@ -1,0 +1,272 @@
+"""The paper's tables and figures: planned, run as a sweep that can be continued, and set beside the paper's numbers."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moatlab import display
+from moatlab.errors import NotWritten, RunFailed, UserError
+from moatlab.files import read_json
+from moatlab.paper import COLUMNS, Experiment, Row
+from moatlab.recipe import Recipe, make_recipe, slug
+
+# Test images for all attacks, and for AutoAttack; None is all of them.
+EVALUATED: dict[str, tuple[int | None, int | None]] = {
+    "mini": (500, 200), "mini-long": (500, 200), "small": (1000, 500), "paper": (None, None), "paper-kim": (None, None),
+}  # fmt: skip
+LONG = 86400.0  # seconds after which a machine without a GPU is not started unasked
+STEPS = 3  # that the pace is measured by, after a first one that warms up
+STANDING = 0.3  # of the images to the end of an attack: for the time left only
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep."""
+
+    row: Row
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        return f"{slug(self.recipe.method)}_s{self.recipe.seed}"
+
+    @property
+    def passes(self) -> float:
+        return self.recipe.parsed_method.cost(self.recipe.epochs).passes
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What `moat reproduce` was asked for."""
+
+    experiment: Experiment
+    preset: str
+    jobs: list[Job]
+    images: int | None
+    aa_images: int | None
+
+    @property
+    def passes(self) -> float:
+        return sum(job.passes for job in self.jobs)
+
+    def work(self, job: Job) -> float:
+        """Training and evaluation of a run in passes over the training set, the latter estimated."""
+        from moatlab.attacks.ensemble import parts_of
+        from moatlab.data import KNOWN_SIZES
+
+        train, test, classes = KNOWN_SIZES[job.recipe.data]
+        counts = dict.fromkeys(COLUMNS, self.images) | {"aa": self.aa_images}
+        passes = sum(
+            part.work * (counts[name] or test)
+            for name in COLUMNS[1:]
+            for part in parts_of(name, eps=job.recipe.eps_value, norm="linf", classes=classes)
+        )
+        models = 2 if job.recipe.holdout else 1  # the last epoch and the best
+        return job.passes + models * STANDING * passes / train
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(dict.fromkeys(job.row for job in self.jobs))
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({job.recipe.seed for job in self.jobs})
+
+    @property
+    def folder(self) -> Path:
+        """The default one: tables and figures of the same preset, data and schedule share their runs."""
+        recipe = self.jobs[0].recipe
+        return Path("runs") / f"reproduce_{self.preset}_{recipe.data}_{recipe.schedule}"
+
+    @property
+    def setting(self) -> str:
+        return re.sub(r", seed \d+", "", self.jobs[0].recipe.setting)
+
+
+def plan_sweep(
+    experiment: Experiment, preset: str, *, seeds: int = 1, methods: list[str] | None = None,
+    images: int | None = None, aa_images: int | None = None, **options: Any,
+) -> Sweep:  # fmt: skip
+    """The runs of a table or figure, seed by seed. `methods` chooses rows, or adds rows of the user's own."""
+    data = experiment.data
+    if preset.startswith("mini"):
+        if data != "cifar10":
+            raise UserError(
+                f"{experiment.name} is of CIFAR-100, and {preset} holds images of CIFAR-10; use --preset small"
+            )
+        data = "mini"
+    known = {row.method: row for row in experiment.rows} | {row.label: row for row in experiment.rows}
+    rows = [known.get(method, Row(method, method, in_paper=False)) for method in methods or list(known)]
+    rows = list(dict.fromkeys(rows))
+    jobs = []
+    for seed in range(seeds):
+        for row in rows:
+            chosen = {**options, "data": data, "schedule": experiment.schedule, "seed": seed}
+            recipe = make_recipe(row.method, preset=preset, **chosen)
+            if recipe.holdout == 0 and options.get("monitor") is None:
+                # As in the paper's figure 1. It is for display: nothing is chosen by it.
+                recipe = make_recipe(row.method, preset=preset, **{**chosen, "monitor": "test"})
+            jobs.append(Job(row, recipe))
+    usual = EVALUATED[preset]
+    images = usual[0] if images is None else images
+    aa_images = (
+        (min(usual[1], images) if usual[1] and images else usual[1] or images) if aa_images is None else aa_images
+    )
+    return Sweep(experiment, preset, jobs, images, aa_images)
+
+
+def describe_plan(sweep: Sweep) -> dict[str, Any]:
+    """What would run: the paper's rows, and ours apart."""
+
+    def described(job: Job) -> dict[str, Any]:
+        return {
+            "row": job.row.label, "method": job.recipe.method, "seed": job.recipe.seed, "run": job.name,
+            "epochs": job.recipe.epochs, "passes": job.passes, "recipe": job.recipe.model_dump(mode="json"),
+        }  # fmt: skip
+
+    return {
+        "experiment": sweep.experiment.name, "title": sweep.experiment.title, "preset": sweep.preset,
+        "setting": sweep.setting, "seeds": sweep.seeds, "images": sweep.images, "aa_images": sweep.aa_images,
+        "passes": sweep.passes, "folder": str(sweep.folder),
+        "rows": [described(job) for job in sweep.jobs if job.row.in_paper],
+        "additional_rows": [described(job) for job in sweep.jobs if not job.row.in_paper],
+    }  # fmt: skip
+
+
+def reproduce(
+    sweep: Sweep, out: Path, *, data_dir: Path | None = None, known: list[Path] | None = None, yes: bool = False
+) -> dict[str, Any]:
+    """Train and evaluate what is missing, and return (and write) the result. Ends with RunFailed, after all the others,
+    if a run failed."""
+    from moatlab.outcomes import evaluate_run, matches
+    from moatlab.report.page import write_report
+    from moatlab.report.plots import plot_result
+    from moatlab.results import for_page, make_result, write_result
+    from moatlab.runfolder import RunFolder
+    from moatlab.training import train
+
+    for job in sweep.jobs:
+        RunFolder(out / job.name).check(job.recipe, resume=True)
+    counts = (sweep.images, sweep.aa_images)
+    before = [outcome for path in known or [] for outcome in read_json(path)["runs"]]
+    outcomes = {
+        job: outcome for job in sweep.jobs for outcome in before if matches(outcome, job.recipe, *counts)
+    }  # fmt: skip
+    if known:
+        display.note(f"{len(outcomes)} of {len(sweep.jobs)} runs are known already")
+    missing = [job for job in sweep.jobs if job not in outcomes]
+    failures: list[dict[str, str]] = []
+    pace = _announce(sweep, missing, out, data_dir, yes=yes) if missing else None
+    for number, job in enumerate(missing):
+        try:
+            train(job.recipe, out / job.name, data_dir=data_dir, resume=True)
+            outcomes[job] = evaluate_run(
+                out / job.name, job.recipe, images=sweep.images, aa_images=sweep.aa_images, data_dir=data_dir
+            )
+        except NotWritten:
+            raise  # the disk is full: the others could not be written either
+        except (RunFailed, UserError) as error:
+            failures.append({"run": str(out / job.name), "message": str(error)})
+            display.warn(f"{job.name} failed: {error}; going on with the others")
+        if pace and number + 1 < len(missing):
+            left = pace.eta(sum(map(sweep.work, missing[: number + 1])))
+            display.note(f"{number + 1} of {len(missing)} runs done, about {left} left\n")
+    result = make_result(
+        sweep.experiment, sweep.rows, {(job.row, job.recipe.seed): outcome for job, outcome in outcomes.items()},
+        others=_others(sweep, out), failures=failures,
+        facts={"preset": sweep.preset, "setting": sweep.setting, "seeds": sweep.seeds, "folder": str(out)},
+    )  # fmt: skip
+    write_result(out, result)
+    if outcomes:
+        plot_result(out / f"{sweep.experiment.name}.png", result)
+        plot_result(out / f"{sweep.experiment.name}.pdf", result)
+    first = [out / job.name for job in sweep.jobs if job.recipe.seed == 0 and RunFolder(out / job.name).record.exists()]
+    title = f"{sweep.experiment.name}: {sweep.experiment.title}"
+    write_report(first, out / f"{sweep.experiment.name}.html", data_dir=data_dir, title=title, top=for_page(result))
+    if failures:
+        raise RunFailed(
+            f"{len(failures)} of {len(sweep.jobs)} runs failed, the first, {failures[0]['run']}, because "
+            f"{failures[0]['message']}; what the others gave is in {out}"
+        )
+    return result
+
+
+def _announce(
+    sweep: Sweep, missing: list[Job], out: Path, data_dir: Path | None, *, yes: bool
+) -> display.Pace:  # fmt: skip
+    """Say what will run and how long it will take, by a few real steps; ask first where that is days."""
+    first = missing[0].recipe
+    display.note(f"{sweep.experiment.name}: {sweep.experiment.title}")
+    display.note(f"preset {sweep.preset}: {sweep.setting}")
+    trained = sum(job.passes for job in missing)
+    display.note(f"{len(missing)} runs to do, {trained:g} passes over the training set; measuring a few steps ...")
+    seconds, gpu = seconds_per_pass(first, data_dir, whole=sweep.preset.startswith("paper"))
+    work = sum(map(sweep.work, missing))
+    left = f"about {display.duration(seconds * work)} on this machine, evaluation included"
+    if not gpu and not yes and (sweep.preset.startswith("paper") or seconds * work > LONG):
+        raise UserError(
+            f"{sweep.experiment.name} at --preset {sweep.preset} would take {left}, which has no GPU; to start it all "
+            "the same, add --yes; --preset mini shows the same shape in hours"
+        )
+    display.note(f"{left}; the runs go to {out}; stopped, the same command goes on where it was\n")
+    return display.Pace(work, 0.0)
+
+
+def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> tuple[float, bool]:
+    """The time of one pass over the training set, by the fastest of a few steps of fgsm (two passes each), and whether
+    there is a GPU. `whole`: data that is not the official set is refused."""
+    import torch
+
+    from moatlab.methods import Stage
+    from moatlab.preparation import prepare
+    from moatlab.randomness import generator
+    from moatlab.stages import Context, stage_loss
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(recipe.threads)
+    try:
+        with torch.random.fork_rng():
+            session = prepare(recipe, data_dir, continuing=False)
+            if whole and session.images.note:
+                raise UserError(
+                    f"{recipe.data} here is not the whole set ({session.images.note}), and the paper's numbers are of "
+                    "the whole; get it with: moat data get, or use --preset small"
+                )
+            model, taken = session.trained_model, []
+            for step in range(STEPS + 1):
+                begun = time.perf_counter()
+                draws = generator(recipe.seed, "stage", step, device=session.device)
+                classes = len(session.images.classes)
+                context = Context(model, model, recipe.eps_value, draws, classes, recipe.bn_in_attack)
+                loss = stage_loss(Stage("fgsm"), context, *session.batches.at(step))
+                loss.backward()  # type: ignore[no-untyped-call]
+                session.optimizer.step()
+                loss.item()  # waits for the device
+                taken.append(time.perf_counter() - begun)
+    finally:
+        torch.set_num_threads(threads)
+    return min(taken[1:]) / 2 * session.steps_per_epoch, session.device.type != "cpu"
+
+
+def _others(sweep: Sweep, out: Path) -> list[dict[str, Any]]:
+    """Other runs of the same setting in the folder: claims may compare with them."""
+
+    def setting(recipe: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in recipe.items() if name not in ("method", "seed", "epochs")}
+
+    found = []
+    ours = {job.name for job in sweep.jobs}
+    for path in sorted(out.glob("*/outcome.json")):
+        try:
+            outcome = read_json(path)
+        except UserError:
+            continue
+        same = setting(outcome["recipe"]) == setting(sweep.jobs[0].recipe.model_dump(mode="json"))
+        counts = (outcome["images"], outcome["aa_images"]) == (sweep.images, sweep.aa_images)
+        if path.parent.name not in ours and same and counts:
+            found.append(outcome)
+    return found
