@@ -166,15 +166,19 @@ def read_json_and_check(path: Path) -> tuple[dict[str, Any], bool]:
     return dict(fields), found == expected
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """This process alone works in `folder`, which is made if need be: a second one is refused. However a process ends,
-    its lock ends with it."""
+def make_folder(folder: Path) -> None:
     refuse_link(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise NotWritten(not_written(folder, error)) from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """This process alone works in `folder`, which is made if need be: a second one is refused. However a process ends,
+    its lock ends with it."""
+    make_folder(folder)
     if sys.platform == "win32":
         yield  # without
         return

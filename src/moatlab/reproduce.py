@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moatlab import display
+from moatlab.data import KNOWN_SIZES
 from moatlab.errors import NotWritten, RunFailed, UserError
 from moatlab.files import read_json
 from moatlab.paper import COLUMNS, Experiment, Row
@@ -56,7 +57,6 @@ class Sweep:
     def work(self, job: Job) -> float:
         """Training and evaluation of a run in passes over the training set, the latter estimated."""
         from moatlab.attacks.ensemble import parts_of
-        from moatlab.data import KNOWN_SIZES
 
         train, test, classes = KNOWN_SIZES[job.recipe.data]
         counts = dict.fromkeys(COLUMNS, self.images) | {"aa": self.aa_images}
@@ -111,7 +111,10 @@ def plan_sweep(
                 # As in the paper's figure 1. It is for display: nothing is chosen by it.
                 recipe = make_recipe(row.method, preset=preset, **{**chosen, "monitor": "test"})
             jobs.append(Job(row, recipe))
-    usual = EVALUATED[preset]
+    usual, (_, there, _) = EVALUATED[preset], KNOWN_SIZES[data]
+    for option, count in (("--n", images), ("--n-aa", aa_images)):
+        if count and count > there:
+            raise UserError(f"{option} {count} is more than the {there:,} test images of {data}")
     images = usual[0] if images is None else images
     aa_images = (
         (min(usual[1], images) if usual[1] and images else usual[1] or images) if aa_images is None else aa_images

@@ -13,7 +13,7 @@ from typing import Any
 
 from moatlab.claims import check_claims, paper_rows
 from moatlab.environment import describe_environment
-from moatlab.files import atomic, write_json
+from moatlab.files import atomic, make_folder, write_json
 from moatlab.intervals import interval
 from moatlab.outcomes import Outcome, as_runs
 from moatlab.paper import COLUMNS, Experiment, Row
@@ -96,6 +96,7 @@ def _column(values: list[float], images: int, paper: float | None) -> dict[str, 
 def write_result(out: Path, result: dict[str, Any]) -> None:
     """`table2a.json`, `.md` and `.tex` in the sweep's folder."""
     name = result["experiment"]
+    make_folder(out)
     write_json(out / f"{name}.json", result)
     for suffix, text in (("md", as_markdown(result)), ("tex", as_latex(result))):
         with atomic(out / f"{name}.{suffix}") as file:

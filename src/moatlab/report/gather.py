@@ -85,12 +85,12 @@ def view_run(folder: Path, *, data_dir: Path | None, trust_model_code: bool) -> 
     run, view = RunFolder(folder), RunView(folder)
     view.recipe = _read(view, lambda: load_recipe(run.recipe))
     view.record = _read(view, run.read_record)
-    view.metrics = _read(view, run.read_metrics) or []
+    view.metrics = _read(view, partial(_read_metrics, run, view.record)) or []
     view.events = _read(view, run.read_events) or []
-    for path in (folder / "eval.json", folder / "eval_aa.json"):
-        if path.exists() and (card := _read(view, partial(_read_card, path))):
-            view.cards.append(card)
     view.portrait = _read(view, lambda: _portrait(view, data_dir, trust_model_code))
+    for path in (folder / "eval.json", folder / "eval_aa.json"):
+        if path.exists() and (card := _read(view, partial(_read_card, path, view.portrait))):
+            view.cards.append(card)
     return view
 
 
@@ -102,10 +102,19 @@ def _read(view: RunView, read: Callable[[], T]) -> T | None:
         return None
 
 
-def _read_card(path: Path) -> dict[str, Any]:
+def _read_metrics(run: RunFolder, record: RunRecord | None) -> list[dict[str, Any]]:
+    metrics = run.read_metrics()
+    if record and record.status == "finished" and record.metrics != run.metrics_sha256:
+        raise UserError(f"{run.metrics} is damaged, or was changed after the run")
+    return metrics
+
+
+def _read_card(path: Path, portrait: dict[str, Any] | None) -> dict[str, Any]:
     card = read_json(path)
     if not {"results", "flags", "data", "settings", "subject"} <= card.keys():
         raise UserError(f"{path} is not a card that moat eval wrote")
+    if portrait and card["subject"].get("sha256") != portrait["model"]:
+        raise UserError(f"{path} is of another model than this run's; evaluate it again")
     return card
 
 

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from moatlab import display
 from moatlab.errors import RunFailed, UserError
-from moatlab.files import atomic
+from moatlab.files import atomic, make_folder
 from moatlab.report.gather import RunView, find_runs, gather
 from moatlab.report.plots import plot_portrait, plot_run
 from moatlab.report.svg import COLOURS, Band, Series, line_chart, scatter, surface
@@ -46,7 +46,7 @@ def write_report(
         if view.portrait_is_new and view.portrait:
             draw_pictures(view)
     page = render(views, title=title, top=top)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     with atomic(out) as file:
         file.write(page.encode())
 

@@ -1,0 +1,300 @@
+"""The page about runs: what is on it, what is missing from it, and that nothing on it runs."""
+
+import json
+import re
+import shutil
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moatlab import make_recipe, train
+from moatlab.data import load_images
+from moatlab.files import read_json, write_json
+from moatlab.portrait import RADII, draw_portrait
+from moatlab.report.svg import Series, line_chart, pareto, scatter, surface, tag, ticks
+from moatlab.runfolder import RunFolder
+from moatlab.subject import Subject, load_subject
+from models_for_tests import Linear
+
+
+class Page(HTMLParser):
+    """A page as a browser sees it: its text, its elements, and all that it would load."""
+
+    def __init__(self, source):
+        super().__init__(convert_charrefs=True)
+        self.words, self.tags, self.addresses, self.ids = [], [], [], set()
+        self.feed(source)
+        self.text = " ".join(self.words)
+
+    def handle_starttag(self, name, attributes):
+        self.tags.append(name)
+        for key, value in attributes:
+            if key in ("src", "href", "action", "data", "srcset"):
+                self.addresses.append(value)
+            if key == "id":
+                self.ids.add(value)
+            assert not key.startswith("on"), f"{name} has a handler {key}"
+
+    def handle_data(self, data):
+        self.words.append(" ".join(data.split()))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, tiny):
+    """Two runs of three epochs, with their pages' data."""
+    folder = tmp_path_factory.mktemp("reported")
+    for method in ("fgsm", "moat:2"):
+        recipe = make_recipe(method, data=str(tiny), width=8, batch_size=16, threads=1, epochs=3)
+        train(recipe, folder / method.replace(":", "-"))
+    return folder
+
+
+@pytest.fixture
+def runs(trained, alone):
+    return shutil.copytree(trained, alone / "runs")
+
+
+def page_of(moat, *arguments):
+    ended = moat("report", *arguments, "-o", "page.html")
+    assert ended.code == 0, ended.err
+    assert ended.out == "report: page.html\n"
+    source = Path("page.html").read_text(encoding="utf-8")
+    return Page(source), source, ended.err
+
+
+def test_a_page_shows_every_run_its_accuracies_and_its_plots(moat, runs):
+    page, source, _ = page_of(moat, runs)
+    for name in ("fgsm", "moat-2"):
+        record = read_json(runs / name / "run.json")
+        for attack in ("clean", "fgsm", "pgd7"):
+            assert f"{100 * record['final'][attack]:.1f}" in page.text
+    assert {"epochs", "cost", "radius", "headline", "run1", "run2"} <= page.ids
+    assert page.tags.count("svg") == 3 + 2 * 2
+    assert page.tags.count("img") == 2 * 8 * 3
+    assert "recipe.toml" in page.text
+    assert len(source) < 500_000
+    for name in ("portrait.json", "portrait.png", "curves.png"):
+        assert (runs / "fgsm" / name).exists()
+
+
+def test_a_page_loads_nothing_and_runs_only_its_own_script(moat, runs):
+    page, source, _ = page_of(moat, runs)
+    assert all(address.startswith(("data:", "#")) for address in page.addresses)
+    assert page.tags.count("script") == 1
+    assert not {"iframe", "object", "embed", "form"} & set(page.tags)
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', source)[1]
+    assert "default-src 'none'" in policy
+    assert re.search(r"script-src 'sha256-[\w+/=]+'", policy.replace("&#39;", "'").replace("&#43;", "+"))
+
+
+@pytest.mark.parametrize("evil", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</pre><b>bold</b>"])
+def test_whatever_stands_in_the_files_of_a_run_stays_text(moat, runs, evil):
+    run = runs / "fgsm"
+    moat("report", run)
+    events = {"event": "collapse", "epoch": 2, "pgd7": 0.0, "message": evil, "action": evil}
+    (run / "events.jsonl").write_text(json.dumps(events) + "\n")
+    portrait = read_json(run / "portrait.json")
+    portrait["surface"]["class"] = evil
+    for example in portrait["examples"]:
+        example |= {"class": evil, "predicted": evil, "attacked": evil, "image": evil}
+    write_json(run / "portrait.json", portrait)
+    lines = [json.loads(line) | {"stage": evil} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json(run / "run.json", read_json(run / "run.json") | {"metrics": RunFolder(run).metrics_sha256})
+    flag = {"name": evil, "evidence": evil, "meaning": evil}
+    subject = {"name": evil, "sha256": portrait["model"]}
+    card = {"results": {evil: {"accuracy": 0.5}}, "flags": [flag], "data": {"images": 5}, "settings": {}}
+    write_json(run / "eval.json", card | {"subject": subject})
+    page, source, _ = page_of(moat, run)
+    assert page.tags.count("script") == 1
+    assert evil not in source
+    assert page.text.count(" ".join(evil.split())) >= 8  # shown, as text
+
+
+def test_a_folder_called_like_a_script_stays_text(moat, runs):
+    for name in ("<script>alert(1)<", "b"):  # two runs of one method are told apart by their folders
+        shutil.copytree(runs / "fgsm", runs / name)
+    page, source, _ = page_of(moat, runs)
+    assert "<script>alert(1)" in page.text
+    assert "<script>alert" not in source
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "run.json", "metrics.jsonl", "model.safetensors", "eval.json"])
+@pytest.mark.parametrize("damage", ["missing", "garbage", "empty"])
+def test_a_run_with_a_bad_file_is_named_and_the_rest_of_the_page_is_made(moat, runs, name, damage):
+    path = runs / "fgsm" / name
+    if damage == "missing":
+        path.unlink(missing_ok=True)
+    else:
+        path.write_bytes(b"\0garbage" if damage == "garbage" else b"")
+    page, _, err = page_of(moat, runs / "fgsm", runs / "moat-2")
+    if (name, damage) != ("eval.json", "missing"):  # a run need not have been evaluated
+        assert name in page.text.partition("Not shown")[2]
+        assert name in err
+    assert "moat:2" in page.text
+    assert page.tags.count("svg") >= 3 + 2
+
+
+def test_a_damaged_portrait_is_drawn_anew(moat, runs):
+    page_of(moat, runs / "fgsm")
+    before = read_json(runs / "fgsm" / "portrait.json")
+    (runs / "fgsm" / "portrait.json").write_text("{}")
+    page_of(moat, runs / "fgsm")
+    assert read_json(runs / "fgsm" / "portrait.json") == before
+
+
+def test_a_card_of_another_model_is_not_shown_beside_this_one(moat, runs):
+    moat("eval", runs / "moat-2", "--attacks", "pgd50")
+    shutil.copy(runs / "moat-2" / "eval.json", runs / "fgsm" / "eval.json")
+    page, _, _ = page_of(moat, runs / "fgsm")
+    assert "is of another model" in page.text
+    assert "pgd50 %" not in page.text
+
+
+def test_red_flags_and_a_collapse_stand_at_the_top(moat, runs):
+    run = runs / "fgsm"
+    record = read_json(run / "run.json") | {"collapsed_at": 2}
+    write_json(run / "run.json", record)
+    page, _, _ = page_of(moat, run)
+    assert page.text.index("robustness was lost at epoch 2") < page.text.index("Results")
+    moat("eval", run, "--attacks", "fgsm")
+    card = read_json(run / "eval.json")
+    card["flags"] = [{"name": "zero-gradients", "evidence": "all of them", "meaning": "nothing moves"}]
+    write_json(run / "eval.json", card)
+    page, _, _ = page_of(moat, run)
+    assert page.text.index("nothing moves") < page.text.index("Results")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("nowhere",), "nowhere is not a folder"),
+        ((".",), "holds no run"),
+        ((), "RUNS"),
+        (("run", "-o", "."), "is a folder"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_one_sentence(moat, trained, alone, arguments, says):
+    if "run" in arguments:
+        shutil.copytree(trained / "fgsm", alone / "run")
+    ended = moat("report", *arguments)
+    assert ended.code == 2
+    assert says in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_train_and_compare_write_a_page_too(moat, tiny_options, alone):
+    assert "report: one/report.html" in moat("train", "fgsm", *tiny_options, "--epochs", 1, "--out", "one").out
+    assert "fgsm" in Page((alone / "one" / "report.html").read_text()).text
+    ended = moat("compare", "fgsm", "fast", *tiny_options, "--epochs", 1, "--out", "two")
+    assert "report: two/report.html" in ended.out
+    assert {"fgsm", "fast"} <= set(Page((alone / "two" / "report.html").read_text()).text.split())
+
+
+def test_a_stopped_run_gets_no_page_until_it_is_finished(moat, tiny_options, alone):
+    arguments = ("train", "fgsm", *tiny_options, "--epochs", 1, "--out", "one", "--resume")
+    moat(*arguments, "--max-steps", 2)
+    assert not (alone / "one" / "report.html").exists()
+    moat(*arguments)
+    assert (alone / "one" / "report.html").exists()
+
+
+def test_ten_runs_make_a_page_below_5_mb_without_measuring_anything(moat, runs):
+    moat("report", runs / "moat-2")
+    for number in range(10):
+        shutil.copytree(runs / "moat-2", runs / f"copy{number}")
+    begun = time.monotonic()
+    page, source, _ = page_of(moat, *(runs / f"copy{number}" for number in range(10)))
+    assert len(source) < 5_000_000
+    assert time.monotonic() - begun < 60  # 10 s on a machine with nothing else to do
+    assert page.tags.count("svg") == 3 + 10 * 2
+
+
+# --- the portrait
+
+
+def subject_of(model, eps="16/255"):
+    images = load_images("mini")
+    return Subject(model, "a model", {}, None, images, eps, "linf", {})
+
+
+def test_robustness_by_radius_of_a_linear_model_is_the_closed_form(tmp_path):
+    """Two logits, +-w.x: an image stands at eps if its margin is larger than eps |2w|_1 (and clipping aside)."""
+    images = load_images("mini")
+    torch.manual_seed(0)
+    model = Linear(torch.randn(10, 3 * 16 * 16) / 20)
+    portrait = draw_portrait(subject_of(model), tmp_path / "portrait.json")
+    curve = portrait["curve"]
+    assert curve["eps"] == pytest.approx([number / RADII * 16 / 255 for number in range(RADII + 1)])
+    assert curve["accuracy"] == sorted(curve["accuracy"], reverse=True)
+    x = images.test_x[:200].permute(0, 3, 1, 2).float() / 255
+    right = (model(x).argmax(1) == images.test_y[:200]).float().mean().item()
+    assert curve["accuracy"][0] == pytest.approx(right)
+    assert read_json(tmp_path / "portrait.json") == portrait
+
+
+def test_the_loss_surface_of_a_linear_model_rises_along_the_gradient_from_its_middle(tmp_path):
+    torch.manual_seed(0)
+    model = Linear(torch.randn(10, 3 * 16 * 16) / 20)
+    grid = draw_portrait(subject_of(model), tmp_path / "portrait.json")["surface"]
+    ahead = [row[12] for row in grid["loss"][12:]]
+    assert ahead == sorted(ahead)  # the loss of a linear model is convex
+    assert ahead[-1] > ahead[0]
+    assert len(grid["loss"]) == len(grid["loss"][0]) == 25
+    assert all((loss < 0.6931) <= (not wrong) for losses, wrongs in zip(grid["loss"], grid["wrong"], strict=True)
+               for loss, wrong in zip(losses, wrongs, strict=True))  # fmt: skip
+
+
+def test_a_portrait_leaves_the_model_as_it_was_and_is_the_same_twice(trained, tmp_path):
+    subject = load_subject(trained / "moat-2")
+    subject.model.train()
+    before = {name: tensor.clone() for name, tensor in subject.model.state_dict().items()}
+    state = torch.get_rng_state()
+    first = draw_portrait(subject, tmp_path / "a.json")
+    assert subject.model.training
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in subject.model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in subject.model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert draw_portrait(subject, tmp_path / "b.json") == first
+
+
+# --- charts
+
+
+@given(st.floats(0, 1e6), st.floats(1e-3, 1e6))
+def test_ticks_are_round_few_and_within_the_axis(low, span):
+    found = ticks(low, low + span)
+    assert 1 <= len(found) <= 8
+    assert all(low - 1e-6 * span <= value <= low + span * (1 + 1e-6) for value in found)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
+def test_the_front_holds_those_that_no_other_beats(points):
+    front = pareto(points)
+    beaten = {
+        (x, y) for x, y in points if any((a <= x and b >= y and (a, b) != (x, y)) for a, b in points)
+    }  # fmt: skip
+    assert set(front) == set(points) - beaten
+
+
+@given(st.text(), st.text())
+def test_any_text_in_a_chart_is_escaped(name, label):
+    drawings = [
+        line_chart([Series(name, 0, [(1.0, 2.0), (2.0, 3.0)])], x_label=label, y_label="y", x_unit=name),
+        scatter([(name, 0, 1.0, 50.0)], x_label=label, y_label="y"),
+        tag("text", name, title=label),
+    ]
+    for drawing in drawings:
+        assert set(Page(str(drawing)).tags) <= {"div", "svg", "line", "path", "circle", "text", "rect", "g"}
+
+
+def test_charts_of_nothing_and_of_one_point_are_drawn():
+    line_chart([], x_label="x", y_label="y", x_unit="epoch")
+    line_chart([Series("a", 0, [(1.0, 0.0)])], x_label="x", y_label="y", x_unit="epoch")
+    scatter([("a", 0, 0.0, 0.0)], x_label="x", y_label="y")
+    surface([[0.0] * 3] * 3, [[0] * 3] * 3)

@@ -1,0 +1,271 @@
+"""`moat reproduce` from end to end on the embedded data, at a size that takes seconds."""
+
+import json
+import re
+import shutil
+import signal
+import time
+
+import pytest
+
+from moatlab.files import read_json, write_json
+from moatlab.outcomes import pack, steady_seconds, unpack
+from moatlab.paper import experiment
+from moatlab.publishing import split_methods
+from moatlab.reproduce import plan_sweep
+
+# 4 steps an epoch of a narrow model; one image for AutoAttack, whose 5,000 queries would take the longest.
+SMALL = ("--preset", "mini", "--epochs", 3, "--width", 8, "--batch-size", 1000, "--threads", 1, "--n", 6, "--n-aa", 1)
+TIMES = {"train_seconds", "steady_seconds", "seconds", "seconds_to_fgsm", "date", "command", "folder", "numbers"}
+
+
+def without_times(value):
+    """A result but for what the clock decides, and where it stands."""
+    if isinstance(value, dict):
+        return {name: without_times(inner) for name, inner in value.items() if name not in TIMES}
+    return [without_times(inner) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="session")
+def swept(tmp_path_factory):
+    """Where the sweep that several tests look at is kept, once one of them has made it."""
+    return tmp_path_factory.mktemp("sweep") / "whole"
+
+
+@pytest.fixture
+def whole(swept, moat):
+    """A small table2a that ran to its end undisturbed."""
+    if not swept.exists():
+        ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm moat:2", "--out", swept)
+        assert ended.code == 0, ended.err
+        (swept / "stdout.txt").write_text(ended.out)
+    return swept
+
+
+def test_a_table_has_the_paper_s_numbers_and_ours_side_by_side_and_all_its_files(whole):
+    result = read_json(whole / "table2a.json")
+    assert [row["row"] for row in result["rows"]] == ["fgsm", "moat:2"]
+    for row in result["rows"]:
+        for name, column in row["columns"].items():
+            assert column["paper"] == experiment("table2a").paper[row["row"]][name]
+            assert column["difference"] == pytest.approx(column["mean"] - column["paper"])
+            assert column["interval"][0] <= column["mean"] <= column["interval"][1]
+        assert row["cost"]["passes"] == 6
+        assert row["cost"]["passes_to_fgsm"] == 1
+        assert row["cost"]["paper_to_fgsm"] == pytest.approx(row["cost"]["paper_minutes"] / 120.86)
+    assert result["images"] == {"aa": 1, "clean": 6, "fgsm": 6, "pgd50": 6, "cw50": 6, "mim50": 6}
+    assert [row["row"] for row in result["best_rows"]] == ["fgsm", "moat:2"]
+    verdicts = {claim["name"]: claim["verdict"] for claim in result["claims"]}
+    assert verdicts["moat-2-costs-what-fgsm-costs"] == "holds"
+    for suffix in ("md", "tex", "png", "pdf", "html"):
+        assert (whole / f"table2a.{suffix}").stat().st_size > 500
+    out = (whole / "stdout.txt").read_text()
+    assert "93.2" in out  # clean accuracy of fgsm in the paper
+    assert "holds: moat:2 costs what fgsm costs" in out
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+
+
+def test_the_cards_agree_with_the_table(whole):
+    row = read_json(whole / "table2a.json")["rows"][1]
+    for name, file in (("pgd50", "eval.json"), ("clean", "eval.json"), ("aa", "eval_aa.json")):
+        assert read_json(whole / "moat-2_s0" / file)["results"][name]["accuracy"] == row["columns"][name]["mean"]
+
+
+def test_markdown_and_latex_hold_the_same_numbers(whole):
+    row = read_json(whole / "table2a.json")["rows"][0]
+    markdown, latex = (whole / "table2a.md").read_text(), (whole / "table2a.tex").read_text()
+    line = next(line for line in markdown.splitlines() if line.startswith("| `fgsm`"))
+    ours = [f"{100 * column['mean']:.1f}" for column in row["columns"].values()]
+    assert [cell.strip() for cell in line.split("|")[2:8]] == ours
+    assert r"\toprule" in latex
+    assert latex.count(r"\\") == 1 + 2 * 2
+    assert " & ".join(f"${number}$" for number in ours) in latex
+    assert "does not hold" in markdown  # in the paper's own table
+    assert "BatchNorm in attacks: train mode" in markdown
+
+
+def test_a_second_time_nothing_is_trained_or_evaluated(whole, moat):
+    before = {path: path.stat().st_mtime_ns for path in whole.glob("*/*.json")}
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm moat:2", "--out", whole, "--json")
+    assert ended.code == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert without_times(json.loads(ended.out)) == without_times(json.loads((whole / "table2a.json").read_text()))
+
+
+def test_killed_again_and_again_it_ends_with_the_same_numbers(whole, moat_process, alone):
+    """SIGKILL in the midst of the first training, of the first evaluation, and of the second training."""
+    command = ("reproduce", "table2a", *SMALL, "--methods", "fgsm moat:2", "--out", "killed")
+    killed = alone / "killed"
+    for sign in ("fgsm_s0/metrics.jsonl", "fgsm_s0/eval.json", "moat-2_s0/metrics.jsonl"):
+        process = moat_process(*command)
+        deadline = time.monotonic() + 120
+        while not (killed / sign).exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert (killed / "moat-2_s0" / "metrics.jsonl").exists()
+    process = moat_process(*command)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert without_times(read_json(killed / "table2a.json")) == without_times(read_json(whole / "table2a.json"))
+
+
+def test_one_failed_run_does_not_stop_the_others_and_is_reported_at_the_end(whole, moat, alone):
+    """A model that was damaged after the run had finished can't be evaluated."""
+    shutil.copytree(whole, alone / "sweep")
+    (alone / "sweep" / "fgsm_s0" / "outcome.json").unlink()
+    path = alone / "sweep" / "fgsm_s0" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"evil")
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm moat:2", "--out", "sweep")
+    assert ended.code == 1
+    assert re.search(r"moat: 1 of 2 runs failed, the first, sweep/fgsm_s0, because .*damaged", ended.err)
+    result = read_json(alone / "sweep" / "table2a.json")
+    assert [row["row"] for row in result["rows"]] == ["moat:2"]
+    assert result["failures"][0]["run"] == "sweep/fgsm_s0"
+    assert (alone / "sweep" / "table2a.html").exists()
+
+
+def test_runs_known_from_an_earlier_result_are_not_repeated(whole, moat, alone):
+    known = ("--known", whole / "table2a.json")
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm moat:2", "--out", "anew", *known)
+    assert ended.code == 0
+    assert "2 of 2 runs are known already" in ended.err
+    assert not (alone / "anew" / "fgsm_s0").exists()
+    assert read_json(alone / "anew" / "table2a.json")["rows"] == read_json(whole / "table2a.json")["rows"]
+
+
+def test_a_result_that_was_changed_by_hand_is_not_known(whole, moat, alone):
+    fields = json.loads((whole / "table2a.json").read_text())
+    fields["runs"][0]["last"]["accuracy"]["aa"] = 0.99
+    (alone / "changed.json").write_text(json.dumps(fields))
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm", "--out", "anew", "--known", "changed.json")
+    assert ended.code == 2
+    assert "changed after it was written" in ended.err
+
+
+def test_a_table_shares_its_runs_with_a_figure_and_claims_look_at_both(whole, moat):
+    """moat:2 is the first point of figure 3; fgsm is not in it, but in the same folder."""
+    ended = moat("reproduce", "figure3a", *SMALL, "--methods", "moat:2", "--out", whole)
+    assert ended.code == 0
+    assert "moat-2_s0 is already finished" in ended.err
+    assert (whole / "figure3a.pdf").exists()
+    assert "| paper" not in (whole / "figure3a.md").read_text()  # figures come without numbers
+
+
+def test_a_sweep_folder_of_another_recipe_is_refused_before_anything_is_done(whole, moat):
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm moat:2", "--out", whole, "--lr", 0.1)
+    assert ended.code == 2
+    assert "was started with lr = 0.2, not 0.1" in ended.err
+
+
+# --- plans
+
+
+def test_the_plan_of_table1b_lists_the_ten_rows_of_the_paper_with_their_recipes_and_passes(moat, alone):
+    ended = moat("reproduce", "table1b", "--preset", "paper", "--plan", "--json")
+    assert ended.code == 0
+    plan = json.loads(ended.out)
+    passes = {row["row"]: row["passes"] for row in plan["rows"]}
+    assert passes == {
+        "fgsm": 400, "fast": 400, "gradalign": 700, "kim": 600, "pgd:2": 600, "pgd:7": 1600, "moat:2": 402,
+        "imoat:1,2,3": 403, "moat:5": 603, "imoat:2,5,8": 606,
+    }  # fmt: skip
+    for row in plan["rows"]:
+        recipe = row["recipe"]
+        assert (recipe["data"], recipe["schedule"], recipe["eps"]) == ("cifar100", "stepwise", "8/255")
+        assert recipe["epochs"] == (201 if "moat" in row["row"] else 200)
+        assert recipe["monitor"] == "test"
+    assert [row["row"] for row in plan["additional_rows"]] == ["nfgsm"]
+    assert list(alone.iterdir()) == []
+
+
+def test_every_table_and_figure_has_a_plan_at_every_preset_that_holds_its_images(moat):
+    for name in ("table1a", "table2a", "figure1a", "figure2a", "figure3a"):
+        for preset in ("paper", "paper-kim", "small", "mini", "mini-long"):
+            assert moat("reproduce", name, "--preset", preset, "--plan").code == 0
+    for name in ("table1b", "table2b", "figure1b", "figure2b", "figure3b"):
+        assert moat("reproduce", name, "--preset", "small", "--plan").code == 0
+        ended = moat("reproduce", name, "--preset", "mini", "--plan")
+        assert ended.code == 2
+        assert "is of CIFAR-100" in ended.err
+
+
+def test_seeds_and_methods_choose_the_runs():
+    sweep = plan_sweep(experiment("table2a"), "mini", seeds=3, methods=["gradalign", "standard | fast | pgd:3"])
+    assert [job.name for job in sweep.jobs[:2]] == ["gradalign-2.0_s0", "standard-fast-pgd-3_s0"]
+    assert sweep.seeds == [0, 1, 2]
+    assert [row.in_paper for row in sweep.rows] == [True, False]
+    assert (sweep.images, sweep.aa_images) == (500, 200)
+    assert plan_sweep(experiment("table2a"), "mini", images=50).aa_images == 50
+
+
+def test_methods_are_split_at_spaces_but_not_inside_a_cycle():
+    assert split_methods(("fgsm  moat:2", "imoat:2,5,8")) == ["fgsm", "moat:2", "imoat:2,5,8"]
+    assert split_methods(("cutmix | fast | pgd:2 fgsm",)) == ["cutmix | fast | pgd:2", "fgsm"]
+    assert split_methods(()) is None
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("table9",), "there is no 'table9' in the paper"),
+        (("figure1",), "did you mean figure1"),
+        (("table2a", "--methods", "fgsmm", "--preset", "mini"), "did you mean fgsm?"),
+        (("table2a", "--seeds", "0"), "--seeds"),
+        (("table2a", "--preset", "huge"), "huge"),
+        (("table2a", "--n", "0"), "--n"),
+        (("table2a", "--data", "mini"), "--data"),
+        (("table2a", "--preset", "mini", "--n", "1001"), "more than the 1,000 test images of mini"),
+        (("table2a", "--preset", "mini", "--n-aa", "1001"), "--n-aa 1001"),
+        (("table2a", "--preset", "mini", "--known", "nowhere.json"), "nowhere.json"),
+        (("table2a", "--preset", "mini", "--epochs", "x"), "--epochs"),
+        (("table2b",), "cifar100"),  # it is not here, and there is no way to get it
+    ],
+)
+def test_what_can_not_be_reproduced_is_refused_in_one_sentence(moat, alone, arguments, says):
+    ended = moat("reproduce", *arguments)
+    assert ended.code == 2
+    assert ended.out == ""
+    assert says in ended.err.splitlines()[-1]
+    assert "Traceback" not in ended.err
+    assert list(alone.iterdir()) == []
+
+
+def test_data_that_is_absent_comes_with_the_way_to_get_it(moat):
+    assert "moat data get" in moat("reproduce", "table2b").err or "cifar-100-binary" in moat("reproduce", "table2b").err
+
+
+def test_what_takes_days_without_a_gpu_is_not_started_unasked(moat, alone):
+    ended = moat("reproduce", "table2a", "--preset", "mini", "--epochs", 100_000, "--threads", 1)
+    assert ended.code == 2
+    assert re.search(r"would take about [\d.]+ days on this machine.*no GPU.*--yes", ended.err)
+    assert list(alone.iterdir()) == []
+
+
+# --- small things
+
+
+def test_verdicts_come_back_from_their_digits():
+    for flags in ([], [True], [False], [False, False, True], [True] * 9 + [False]):
+        assert unpack(pack(flags)) == flags
+
+
+def test_an_epoch_that_was_held_up_does_not_count_in_steady_seconds():
+    stages = ["mixup", "fast", "pgd:2"] * 3
+    seconds = [1.0, 2.0, 3.0, 1.0, 200.0, 3.0, 1.0, 2.0, 3.0]
+    lines = [{"stage": stage, "train_seconds": one} for stage, one in zip(stages, seconds, strict=True)]
+    assert steady_seconds(lines) == 18
+
+
+def test_a_tampered_outcome_is_measured_again(whole, moat, alone):
+    shutil.copytree(whole, alone / "sweep")
+    path = alone / "sweep" / "fgsm_s0" / "outcome.json"
+    truth = read_json(path)
+    write_json(path, truth)
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 7'))
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm moat:2", "--out", "sweep")
+    assert ended.code == 0
+    assert read_json(path) == truth
