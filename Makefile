@@ -4,7 +4,7 @@ SEED ?= 0
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup demo test soak parity bench bench-setup clean
+.PHONY: setup demo test test-browser soak parity bench bench-setup clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -25,6 +25,10 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+# The report in headless Chromium, which must be there (Debian: apt install chromium). `make test` does this where it is.
+test-browser: setup
+	MOAT_BROWSER=required $(BIN)/pytest tests/test_report_in_a_browser.py
 
 # Faults in great numbers, written to docs/results/reliability.json; about an hour on two cores.
 soak: setup
