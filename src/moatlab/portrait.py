@@ -24,6 +24,7 @@ from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
 from moatlab.files import write_json
 from moatlab.precision import full_precision
+from moatlab.randomness import generator
 from moatlab.recipe import parse_eps
 from moatlab.subject import Subject
 from moatlab.suitability import device_of
@@ -77,7 +78,7 @@ def robustness_by_radius(
 
 def _attack(probe: Probe, x: Tensor, y: Tensor, eps: float, subject: Subject, rows: Tensor, number: int) -> Tensor:
     draws = Draws(0, rows.cpu())
-    start = start_in_ball(x, eps, subject.norm, draws, "portrait", number)
+    start = start_in_ball(x, eps, subject.norm, draws, "portrait start", number)
     return strong_pgd(probe, x, y, eps=eps, step_size=eps / 4, steps=STEPS, norm=subject.norm, start=start)
 
 
@@ -103,8 +104,8 @@ def loss_surface(probe: Probe, x: Tensor, y: Tensor, eps: float, subject: Subjec
     length eps; a and b go from -1 to 1. Where single steps mislead, the loss is low at a = 1 and high before it."""
     gradient, _logits = probe.gradient(x, y)
     toward = eps * steepest(gradient, subject.norm)
-    draws = torch.Generator().manual_seed(0)
-    beside = eps * steepest(torch.randn(x.shape, generator=draws).to(x), subject.norm)
+    noise = torch.randn(x.shape, generator=generator(0, "portrait direction"))
+    beside = eps * steepest(noise.to(x), subject.norm)
     ticks = torch.linspace(-1, 1, SIDE, device=x.device)
     a, b = (grid.flatten()[:, None, None, None] for grid in torch.meshgrid(ticks, ticks, indexing="ij"))
     logits = probe.logits((x + a * toward + b * beside).clamp(0, 1))

@@ -4,6 +4,8 @@ recipe.toml     what the run is                    checkpoint.pt            wher
 run.json        how it went (`RunRecord`)          checkpoint_previous.pt   where it stood before
 metrics.jsonl   one line per epoch                 model.safetensors        the model; `moatlab.load` needs nothing else
 events.jsonl    what happened: alarms and the like model_best.safetensors   the best epoch on held-out images
+
+Beside them stand cards (`card`), a portrait (`portrait`), an outcome (`outcomes`) and a page (`report`).
 """
 
 from __future__ import annotations
