@@ -6,8 +6,10 @@ import shutil
 import signal
 import time
 
+import numpy as np
 import pytest
 
+from moatlab.data.cifar import to_records
 from moatlab.files import read_json, write_json
 from moatlab.outcomes import pack, steady_seconds, unpack
 from moatlab.paper import experiment
@@ -236,6 +238,18 @@ def test_what_can_not_be_reproduced_is_refused_in_one_sentence(moat, alone, argu
 
 def test_data_that_is_absent_comes_with_the_way_to_get_it(moat):
     assert "moat data get" in moat("reproduce", "table2b").err or "cifar-100-binary" in moat("reproduce", "table2b").err
+
+
+def test_data_that_is_not_whole_is_refused_at_the_paper_s_size(moat, alone):
+    folder = alone / "cifar-10-batches-bin"
+    folder.mkdir()
+    records = to_records(np.zeros((200, 32, 32, 3), np.uint8), np.arange(200) % 10).tobytes()
+    (folder / "data_batch_1.bin").write_bytes(records)
+    (folder / "test_batch.bin").write_bytes(records)
+    ended = moat("reproduce", "table2a", "--width", 8, "--data-dir", ".", "--yes")
+    assert ended.code == 2
+    assert "cifar10 here is not the whole set (200 of the official 50,000 training images" in ended.err
+    assert [path.name for path in alone.iterdir()] == [folder.name]
 
 
 def test_what_takes_days_without_a_gpu_is_not_started_unasked(moat, alone):

@@ -237,7 +237,8 @@ def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> t
             if whole and session.images.note:
                 raise UserError(
                     f"{recipe.data} here is not the whole set ({session.images.note}), and the paper's numbers are of "
-                    "the whole; get it with: moat data get, or use --preset small"
+                    f"the whole; name a folder that holds it with --data-dir, get it by moat data get {recipe.data}, "
+                    "or use --preset small"
                 )
             model, taken = session.trained_model, []
             for step in range(STEPS + 1):

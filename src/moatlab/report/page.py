@@ -82,7 +82,7 @@ def render(views: list[RunView], *, title: str | None = None, top: dict[str, Any
     for problem in problems:
         display.warn(problem)
     return environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(
-        title=title or ", ".join(dict.fromkeys(view.method for view in views)),
+        title=title or (", ".join(view.label for view in views) if len(views) <= 4 else f"{len(views)} runs"),
         settings=settings if len(settings) == 1 else [],
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),  # ours: no text of a run is in it
         script=Markup(script),

@@ -125,15 +125,16 @@ def scatter(points: Sequence[tuple[str, int, float, float]], *, x_label: str, y_
     if len(front) > 1:
         parts.append(tag("path", class_="front", d=frame.path(front)))
     taken: list[Point] = []
-    for name, colour, x, y in sorted(points, key=lambda point: point[2]):
+    for name, colour, x, y in sorted(points, key=lambda point: (point[2], point[3])):
         place = (frame.x(x), frame.y(y))
         parts.append(tag("circle", class_=f"big s{colour % COLOURS}", cx=place[0], cy=place[1], r=6))
-        above = place[1] - 10
-        while any(abs(above - y_) < 13 and abs(place[0] - x_) < 95 for x_, y_ in taken):
-            above -= 13  # names of neighbours do not lie on each other
-        taken.append((place[0], above))
-        side = "end" if place[0] > WIDTH * 0.8 else "start" if place[0] < WIDTH * 0.2 else "middle"
-        parts.append(tag("text", name, class_="name", x=place[0], y=above, text_anchor=side))
+        side, x_name, y_name = ("end", place[0] - 10, place[1] + 4)
+        if place[0] < WIDTH * 0.7:
+            side, x_name = "start", place[0] + 10
+        while any(abs(y_name - y_) < 13 and abs(x_name - x_) < 90 for x_, y_ in taken):
+            y_name -= 3  # names of neighbours do not lie on each other
+        taken.append((x_name, y_name))
+        parts.append(tag("text", name, class_="name", x=x_name, y=y_name, text_anchor=side))
     values = [{"name": name, "colour": colour % COLOURS, "x": [x], "y": [round(y, 2)]} for name, colour, x, y in points]
     return _figure(
         parts, {"kind": "points", "series": values, "unit": x_label, **_box(frame)}, f"{y_label} by {x_label}"
