@@ -92,8 +92,28 @@ def test_a_collapse_in_some_seeds_only_is_not_decided_and_one_multi_step_collaps
     assert verdicts("table2a", {"fgsm": some})["multi-step-never-collapses"] == "not decided"
 
 
+def test_one_seed_decides_nothing_about_accuracy_and_says_that_it_is_one():
+    rows = {"moat:8": made_up(0.5, seeds=1), "moat:2": made_up(0.2, seeds=1)}
+    claim = check_claims(experiment("figure3a"), rows)[0]
+    assert claim.verdict == "not decided"
+    assert "+" in claim.numbers
+    assert "(1 seed)" in claim.numbers
+
+
+def test_models_that_no_image_tells_apart_do_not_beat_each_other():
+    nothing = {f"moat:{k}": made_up(-1.0) for k in (2, 8)} | {"imoat:2,5,8": made_up(-1.0, passes=30.0)}
+    assert set(verdicts("figure3a", nothing).values()) == {"not decided"}
+
+
+def test_no_collapse_so_far_decides_nothing_while_rows_are_missing():
+    rows = {"pgd:2": made_up(0.3)}
+    assert verdicts("table2a", rows)["multi-step-never-collapses"] == "not decided"
+    every = {method: made_up(0.3) for method in TABLE}
+    assert verdicts("table2a", every)["multi-step-never-collapses"] == "holds"
+
+
 def test_rows_that_were_not_measured_are_named():
-    claims = check_claims(experiment("figure3a"), {"moat:8": made_up(0.3), "moat:2": made_up(0.2)})
+    claims = check_claims(experiment("figure3a"), {"moat:8": made_up(0.35), "moat:2": made_up(0.2)})
     found = {claim.name: claim for claim in claims}
     assert found["robustness-grows-with-k"].verdict == "holds"
     assert found["imoat-2-5-8-beats-moat-8"].numbers == "not measured: imoat:2,5,8"

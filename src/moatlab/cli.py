@@ -68,10 +68,11 @@ def train_command(
     record = train(
         recipe, out, data_dir=data_dir, resume=resume, max_steps=max_steps, checkpoint_every=checkpoint_every
     )
-    if record.final and not (out / "report.html").exists():
+    page = out / "report.html"
+    if record.final and not (page.exists() and page.stat().st_mtime >= (out / "run.json").stat().st_mtime):
         from moatlab.report.page import publish
 
-        publish([out], out / "report.html", data_dir=data_dir)
+        publish([out], page, data_dir=data_dir)
     if as_json:
         print_file(out / "run.json")
     elif record.final:
@@ -83,7 +84,8 @@ def train_command(
         healing = record.healing["passes"]
         extra = f" ({healing:+g} beyond the plan, for healing)" if healing else ""
         click.echo(f"{record.counted['passes']:g} passes{extra}; the run is in {out}")
-        click.echo(f"report: {out / 'report.html'}")
+        if page.exists():
+            click.echo(f"report: {page}")
 
 
 @cli.command("plan")

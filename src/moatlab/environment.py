@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +26,18 @@ def describe_environment() -> dict[str, str | int]:
         "cuda": torch.version.cuda or "none" if cuda else "none",
         "gpu": torch.cuda.get_device_name() if cuda else "none",
     }
+
+
+def commit() -> str | None:
+    """Which commit this is, where it runs from a clone."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def keep_freed_memory() -> None:

@@ -167,7 +167,6 @@ def read_json_and_check(path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def make_folder(folder: Path) -> None:
-    refuse_link(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -178,6 +177,7 @@ def make_folder(folder: Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """This process alone works in `folder`, which is made if need be: a second one is refused. However a process ends,
     its lock ends with it."""
+    refuse_link(folder)
     make_folder(folder)
     if sys.platform == "win32":
         yield  # without

@@ -27,13 +27,8 @@ def evaluate_run(
 ) -> Outcome:
     """Evaluate a finished run by the paper's attacks, its last epoch and, where images were held out, its best one;
     write and return its outcome. What was evaluated before is not evaluated again."""
-    path = folder / "outcome.json"
-    try:
-        known = read_json(path)
-        if matches(known, recipe, images, aa_images):
-            return known
-    except Damaged:
-        pass
+    if known := known_outcome(folder, recipe, images, aa_images):
+        return known
     run = RunFolder(folder)
     record, metrics = run.read_record(), run.read_metrics()
     assert record.final is not None
@@ -48,7 +43,7 @@ def evaluate_run(
                 evaluations[which] = last  # the best epoch is the last one
                 continue
             evaluation = _evaluate(subject, images, aa_images)
-            epoch = recipe.epochs if which == "last" else record.best and record.best["epoch"]
+            epoch = recipe.epochs if which == "last" or not record.best else record.best["epoch"]
             evaluations[which] = {"model": subject.sha256, "epoch": epoch, **evaluation}
     finally:
         torch.set_num_threads(threads)
@@ -58,19 +53,40 @@ def evaluate_run(
         "passes": record.counted["passes"], "train_seconds": record.train_seconds,
         "steady_seconds": steady_seconds(metrics), "collapsed_at": record.collapsed_at, "final": record.final,
         "history": [{name: line[name] for name in KEPT} for line in metrics], **evaluations,
-        "environment": record.environment,
+        "data": record.data, "environment": record.environment,
     }  # fmt: skip
-    write_json(path, outcome)
+    write_json(folder / "outcome.json", outcome)
     return outcome
 
 
 KEPT = ("epoch", "stage", "clean", "fgsm", "pgd7", "comparable", "train_seconds")
 
 
+def known_outcome(folder: Path, recipe: Recipe, images: int | None, aa_images: int | None) -> Outcome | None:
+    """What an earlier sweep wrote into a run's folder, if it is whole and was asked the same."""
+    try:
+        known = read_json(folder / "outcome.json")
+    except Damaged:
+        return None
+    return known if matches(known, recipe, images, aa_images) else None
+
+
+def read_outcomes(path: Path) -> list[Outcome]:
+    """The runs in a result that `moat reproduce` wrote."""
+    runs = read_json(path).get("runs")
+    if not isinstance(runs, list) or not all(isinstance(run, dict) and run.keys() >= WHOLE for run in runs):
+        raise UserError(f"{path} is not a result that moat reproduce wrote, such as table2a.json")
+    return runs
+
+
+WHOLE = {"method", "seed", "recipe_sha256", "images", "aa_images", "passes", "train_seconds", "steady_seconds",
+         "collapsed_at", "history", "last", "best", "data", "environment"}  # fmt: skip
+
+
 def matches(outcome: Outcome, recipe: Recipe, images: int | None, aa_images: int | None) -> bool:
     """Whether an outcome is that of this recipe, evaluated on as many images."""
-    expected = (recipe.sha256, images, aa_images)
-    return (outcome.get("recipe_sha256"), outcome.get("images"), outcome.get("aa_images")) == expected
+    asked = {"recipe_sha256": recipe.sha256, "images": images, "aa_images": aa_images}
+    return outcome.keys() >= WHOLE and all(outcome[name] == value for name, value in asked.items())
 
 
 def _evaluate(subject: Subject, images: int | None, aa_images: int | None) -> dict[str, Any]:
@@ -122,13 +138,13 @@ def unpack(text: str) -> list[bool]:
     return [digit == "1" for digit in f"{int(text, 16):b}"[1:]]
 
 
-def as_runs(outcomes: Sequence[Outcome], which: str = "last") -> Runs:
-    """The outcomes of one row, one for each seed, as claims see them."""
+def as_runs(outcomes: Sequence[Outcome], which: str = "last", *, timed: bool = True) -> Runs:
+    """The outcomes of one row, one for each seed, as claims see them. `timed`: their seconds are of one machine."""
     chosen = {outcome["seed"]: outcome for outcome in outcomes if outcome[which]}
     return Runs(
         accuracy={name: {seed: one[which]["accuracy"][name] for seed, one in chosen.items()} for name in COLUMNS},
         cost={seed: one["passes"] for seed, one in chosen.items()},
-        time={seed: one["steady_seconds"] for seed, one in chosen.items()},
+        time={seed: one["steady_seconds"] for seed, one in chosen.items() if timed},
         collapsed={seed: one["collapsed_at"] is not None for seed, one in chosen.items()},
         standing={
             name: {seed: unpack(one[which]["standing"][name]) for seed, one in chosen.items()} for name in COLUMNS

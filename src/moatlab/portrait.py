@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from moatlab.attacks.geometry import steepest
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
-from moatlab.files import write_json
 from moatlab.precision import full_precision
 from moatlab.randomness import generator
 from moatlab.recipe import parse_eps
@@ -38,8 +36,8 @@ SIDE = 25  # points of the loss surface along each direction
 SURE = 30.0  # a loss beyond it is drawn as this
 
 
-def draw_portrait(subject: Subject, path: Path) -> dict[str, Any]:
-    """Measure, write to `path` and return."""
+def draw_portrait(subject: Subject) -> dict[str, Any]:
+    """What `portrait.json` holds."""
     x, y = subject.images.test_x[:IMAGES], subject.images.test_y[:IMAGES]
     device = device_of(subject.model, torch.empty(0))
     eps = parse_eps(subject.eps, subject.norm)
@@ -53,12 +51,10 @@ def draw_portrait(subject: Subject, path: Path) -> dict[str, Any]:
         bar.update(2, "loss surface")
         index = int(right.int().argmax())  # the first that is classified correctly, or the first of all
         surface = loss_surface(probe, images[index : index + 1], labels[index : index + 1], eps, subject)
-    portrait = {
+    return {
         "model": subject.sha256, "eps": subject.eps, "norm": subject.norm, "steps": STEPS, "curve": curve,
         "examples": examples, "surface": {"image": index, "class": subject.images.classes[int(y[index])], **surface},
     }  # fmt: skip
-    write_json(path, portrait)
-    return portrait
 
 
 def robustness_by_radius(

@@ -14,7 +14,7 @@ from moatlab.paper import experiment
 
 @click.command("reproduce")
 @click.argument("name", metavar="TABLE|FIGURE")
-@recipe_options("data", "schedule", "seed", preset="paper")
+@recipe_options("data", "schedule", "seed", "on_collapse", "then", preset="paper")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="runs of each row: 0, 1, ...")
 @click.option("--methods", multiple=True, metavar="NAMES", help='rows to train, such as "fgsm moat:2"  [default: all]')
 @click.option("--n", "images", type=click.IntRange(min=1), help="test images to attack  [default: the preset's]")
@@ -47,17 +47,17 @@ def reproduce_command(
         experiment(name), preset, seeds=seeds, methods=split_methods(methods), images=images, aa_images=aa_images,
         file=recipe_file, **options,
     )  # fmt: skip
+    out = out or sweep.folder
     if plan:
-        described = describe_plan(sweep)
+        described = describe_plan(sweep, out)
         if as_json:
             print_json(described)
             return
         click.echo(f"{sweep.experiment.name}: {sweep.experiment.title}\npreset {preset}: {sweep.setting}")
         for row in described["rows"] + described["additional_rows"]:
             click.echo(f"{row['run']:<28}{row['epochs']:>5} epochs{row['passes']:>9g} passes   {row['method']}")
-        click.echo(f"{len(sweep.jobs)} runs, {sweep.passes:g} passes over the training set, into {out or sweep.folder}")
+        click.echo(f"{len(sweep.jobs)} runs, {sweep.passes:g} passes over the training set, into {out}")
         return
-    out = out or sweep.folder
     result = reproduce(sweep, out, data_dir=data_dir, known=list(known), yes=yes)
     if as_json:
         print_file(out / f"{name}.json")
@@ -71,7 +71,7 @@ def print_reproduction(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from moatlab.results import HEADINGS, MARKS, conditions
+    from moatlab.tables import HEADINGS, MARKS, conditions
 
     console = Console(highlight=False)
     table = Table("method", *HEADINGS.values(), "passes", "time", title=f"{result['experiment']}: {result['title']}")
@@ -91,10 +91,10 @@ def print_reproduction(result: dict[str, Any]) -> None:
     in_paper = {claim["name"]: claim["verdict"] for claim in result["claims_in_paper"]}
     for claim in result["claims"]:
         style = {"holds": "green", "does not hold": "red"}.get(claim["verdict"])
-        console.print(f"{MARKS[claim['verdict']].strip('*')}: {claim['sentence']}", markup=False, style=style)
+        console.print(f"{MARKS[claim['verdict']]}: {claim['sentence']}", markup=False, style=style)
         console.print(f"    {claim['numbers']}", markup=False)
         if in_paper[claim["name"]] == "does not hold":
-            console.print("    (it does not hold in the paper's own table either)", markup=False)
+            console.print("    (in the paper's own table it does not hold)", markup=False)
     for failure in result["failures"]:
         console.print(f"FAILED {failure['run']}: {failure['message']}", markup=False, style="red")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from typing import Any
 from moatlab import display
 from moatlab.data import KNOWN_SIZES
 from moatlab.errors import NotWritten, RunFailed, UserError
-from moatlab.files import read_json
-from moatlab.paper import COLUMNS, Experiment, Row
+from moatlab.paper import COLUMNS, EXPERIMENTS, Experiment, Row
 from moatlab.recipe import Recipe, make_recipe, slug
 
 # Test images for all attacks, and for AutoAttack; None is all of them.
@@ -49,6 +49,7 @@ class Sweep:
     jobs: list[Job]
     images: int | None
     aa_images: int | None
+    recipe_of: Callable[[str, int], Recipe]  # of any method and seed, by the same options
 
     @property
     def passes(self) -> float:
@@ -99,18 +100,19 @@ def plan_sweep(
                 f"{experiment.name} is of CIFAR-100, and {preset} holds images of CIFAR-10; use --preset small"
             )
         data = "mini"
+    # What a collapse does to a run is what the table is to show.
+    options |= {"data": data, "schedule": experiment.schedule, "on_collapse": "warn"}
+
+    def recipe_of(method: str, seed: int) -> Recipe:
+        recipe = make_recipe(method, preset=preset, seed=seed, **options)
+        if recipe.holdout == 0 and options.get("monitor") is None:
+            # As in the paper's figure 1. It is for display: nothing is chosen by it.
+            return make_recipe(method, preset=preset, seed=seed, **(options | {"monitor": "test"}))
+        return recipe
+
     known = {row.method: row for row in experiment.rows} | {row.label: row for row in experiment.rows}
     rows = [known.get(method, Row(method, method, in_paper=False)) for method in methods or list(known)]
-    rows = list(dict.fromkeys(rows))
-    jobs = []
-    for seed in range(seeds):
-        for row in rows:
-            chosen = {**options, "data": data, "schedule": experiment.schedule, "seed": seed}
-            recipe = make_recipe(row.method, preset=preset, **chosen)
-            if recipe.holdout == 0 and options.get("monitor") is None:
-                # As in the paper's figure 1. It is for display: nothing is chosen by it.
-                recipe = make_recipe(row.method, preset=preset, **{**chosen, "monitor": "test"})
-            jobs.append(Job(row, recipe))
+    jobs = [Job(row, recipe_of(row.method, seed)) for seed in range(seeds) for row in dict.fromkeys(rows)]
     usual, (_, there, _) = EVALUATED[preset], KNOWN_SIZES[data]
     for option, count in (("--n", images), ("--n-aa", aa_images)):
         if count and count > there:
@@ -119,10 +121,10 @@ def plan_sweep(
     aa_images = (
         (min(usual[1], images) if usual[1] and images else usual[1] or images) if aa_images is None else aa_images
     )
-    return Sweep(experiment, preset, jobs, images, aa_images)
+    return Sweep(experiment, preset, jobs, images, aa_images, recipe_of)
 
 
-def describe_plan(sweep: Sweep) -> dict[str, Any]:
+def describe_plan(sweep: Sweep, out: Path) -> dict[str, Any]:
     """What would run: the paper's rows, and ours apart."""
 
     def described(job: Job) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def describe_plan(sweep: Sweep) -> dict[str, Any]:
     return {
         "experiment": sweep.experiment.name, "title": sweep.experiment.title, "preset": sweep.preset,
         "setting": sweep.setting, "seeds": sweep.seeds, "images": sweep.images, "aa_images": sweep.aa_images,
-        "passes": sweep.passes, "folder": str(sweep.folder),
+        "passes": sweep.passes, "folder": str(out),
         "rows": [described(job) for job in sweep.jobs if job.row.in_paper],
         "additional_rows": [described(job) for job in sweep.jobs if not job.row.in_paper],
     }  # fmt: skip
@@ -145,31 +147,34 @@ def reproduce(
 ) -> dict[str, Any]:
     """Train and evaluate what is missing, and return (and write) the result. Ends with RunFailed, after all the others,
     if a run failed."""
-    from moatlab.outcomes import evaluate_run, matches
+    from moatlab.models import users_code
+    from moatlab.outcomes import evaluate_run, known_outcome, matches, read_outcomes
     from moatlab.report.page import write_report
     from moatlab.report.plots import plot_result
-    from moatlab.results import for_page, make_result, write_result
+    from moatlab.results import make_result, write_result
     from moatlab.runfolder import RunFolder
+    from moatlab.tables import for_page
     from moatlab.training import train
 
     for job in sweep.jobs:
         RunFolder(out / job.name).check(job.recipe, resume=True)
     counts = (sweep.images, sweep.aa_images)
-    before = [outcome for path in known or [] for outcome in read_json(path)["runs"]]
-    outcomes = {
-        job: outcome for job in sweep.jobs for outcome in before if matches(outcome, job.recipe, *counts)
-    }  # fmt: skip
-    if known:
-        display.note(f"{len(outcomes)} of {len(sweep.jobs)} runs are known already")
+    before = [outcome for path in known or [] for outcome in read_outcomes(path)]
+    outcomes = {}
+    for job in sweep.jobs:
+        there = known_outcome(out / job.name, job.recipe, *counts)
+        if found := there or next((one for one in before if matches(one, job.recipe, *counts)), None):
+            outcomes[job] = found
     missing = [job for job in sweep.jobs if job not in outcomes]
     failures: list[dict[str, str]] = []
     pace = _announce(sweep, missing, out, data_dir, yes=yes) if missing else None
     for number, job in enumerate(missing):
         try:
             train(job.recipe, out / job.name, data_dir=data_dir, resume=True)
-            outcomes[job] = evaluate_run(
-                out / job.name, job.recipe, images=sweep.images, aa_images=sweep.aa_images, data_dir=data_dir
-            )
+            with users_code(f"{job.name} can't be evaluated", RunFailed):
+                outcomes[job] = evaluate_run(
+                    out / job.name, job.recipe, images=sweep.images, aa_images=sweep.aa_images, data_dir=data_dir
+                )
         except NotWritten:
             raise  # the disk is full: the others could not be written either
         except (RunFailed, UserError) as error:
@@ -180,16 +185,19 @@ def reproduce(
             display.note(f"{number + 1} of {len(missing)} runs done, about {left} left\n")
     result = make_result(
         sweep.experiment, sweep.rows, {(job.row, job.recipe.seed): outcome for job, outcome in outcomes.items()},
-        others=_others(sweep, out), failures=failures,
+        others=_others(sweep, out, before), failures=failures,
         facts={"preset": sweep.preset, "setting": sweep.setting, "seeds": sweep.seeds, "folder": str(out)},
     )  # fmt: skip
+    name = sweep.experiment.name
     write_result(out, result)
     if outcomes:
-        plot_result(out / f"{sweep.experiment.name}.png", result)
-        plot_result(out / f"{sweep.experiment.name}.pdf", result)
-    first = [out / job.name for job in sweep.jobs if job.recipe.seed == 0 and RunFolder(out / job.name).record.exists()]
-    title = f"{sweep.experiment.name}: {sweep.experiment.title}"
-    write_report(first, out / f"{sweep.experiment.name}.html", data_dir=data_dir, title=title, top=for_page(result))
+        plot_result(out / f"{name}.png", result)
+        plot_result(out / f"{name}.pdf", result)
+    shown = [out / job.name for job in sweep.jobs if job.recipe.seed == 0 and RunFolder(out / job.name).record.exists()]
+    write_report(
+        shown, out / f"{name}.html", data_dir=data_dir, trust_model_code=True,
+        title=f"{name}: {sweep.experiment.title}", top=for_page(result),
+    )  # fmt: skip
     if failures:
         raise RunFailed(
             f"{len(failures)} of {len(sweep.jobs)} runs failed, the first, {failures[0]['run']}, because "
@@ -206,7 +214,8 @@ def _announce(
     display.note(f"{sweep.experiment.name}: {sweep.experiment.title}")
     display.note(f"preset {sweep.preset}: {sweep.setting}")
     trained = sum(job.passes for job in missing)
-    display.note(f"{len(missing)} runs to do, {trained:g} passes over the training set; measuring a few steps ...")
+    done = f" ({len(sweep.jobs) - len(missing)} are done)" if len(missing) < len(sweep.jobs) else ""
+    display.note(f"{len(missing)} runs to do{done}, {trained:g} passes over the training set; timing a few steps ...")
     seconds, gpu = seconds_per_pass(first, data_dir, whole=sweep.preset.startswith("paper"))
     work = sum(map(sweep.work, missing))
     left = f"about {display.duration(seconds * work)} on this machine, evaluation included"
@@ -256,21 +265,17 @@ def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> t
     return min(taken[1:]) / 2 * session.steps_per_epoch, session.device.type != "cpu"
 
 
-def _others(sweep: Sweep, out: Path) -> list[dict[str, Any]]:
-    """Other runs of the same setting in the folder: claims may compare with them."""
+def _others(sweep: Sweep, out: Path, before: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs of the same setting that are no rows here, by method: claims may compare with them. They are in the sweep's
+    folder, or in earlier results."""
+    from moatlab.outcomes import known_outcome, matches
 
-    def setting(recipe: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in recipe.items() if name not in ("method", "seed", "epochs")}
-
-    found = []
-    ours = {job.name for job in sweep.jobs}
-    for path in sorted(out.glob("*/outcome.json")):
-        try:
-            outcome = read_json(path)
-        except UserError:
-            continue
-        same = setting(outcome["recipe"]) == setting(sweep.jobs[0].recipe.model_dump(mode="json"))
-        counts = (outcome["images"], outcome["aa_images"]) == (sweep.images, sweep.aa_images)
-        if path.parent.name not in ours and same and counts:
-            found.append(outcome)
+    counts, ours = (sweep.images, sweep.aa_images), {row.method for row in sweep.rows}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for method in dict.fromkeys(row.method for one in EXPERIMENTS.values() for row in one.rows):
+        for seed in sweep.seeds if method not in ours else []:
+            job = Job(Row(method, method), sweep.recipe_of(method, seed))
+            there = known_outcome(out / job.name, job.recipe, *counts)
+            if one := there or next((run for run in before if matches(run, job.recipe, *counts)), None):
+                found.setdefault(method, []).append(one)
     return found

@@ -121,7 +121,8 @@ class RunFolder:
             raise UserError(f"{self.record} has other keys than this version of moatlab writes ({error})") from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return self._read_lines(self.metrics, {"epoch", "stage", "pgd7", "comparable"})
+        needed = {"epoch", "stage", "clean", "fgsm", "pgd7", "comparable", "train_seconds"}
+        return self._read_lines(self.metrics, needed)
 
     def read_events(self) -> list[dict[str, Any]]:
         return self._read_lines(self.events, {"event"}) if self.events.exists() else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,16 @@ class Subject:
 
     @property
     def sha256(self) -> str:
-        """Names the exact weights, buffers that are in no file (a normalisation), and the variant of the model."""
-        digest = hashlib.sha256(repr(self.arguments).encode())
-        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return model_sha256(self.model, self.arguments)
+
+
+def model_sha256(model: nn.Module, arguments: dict[str, Any]) -> str:
+    """Names the exact weights, buffers that are in no file (a normalisation), and the variant of the model."""
+    digest = hashlib.sha256(repr(arguments).encode())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def load_subject(
@@ -51,6 +56,7 @@ def load_subject(
     data_dir: Path | None = None,
     device: str = "auto",
     trust_model_code: bool = False,
+    read_images: Callable[[str, Path | None], Images] = load_images,
 ) -> Subject:
     """A run folder, a `.safetensors` or `.pt` file (with `model` where it does not say), or a factory alone."""
     if target is None and model is None:
@@ -68,7 +74,7 @@ def load_subject(
         own_data = load_recipe(target / "recipe.toml").data  # of a folder of images the weights know the name only
     if data is None and not isinstance(own_data, str):
         raise UserError(f"{target or model_name} does not say which images it is for; name them with --data")
-    images = load_images(data or str(own_data), data_dir)
+    images = read_images(data or str(own_data), data_dir)
     if data in (None, own_data) and description.get("data_sha256") not in (None, images.sha256):
         warn(f"{images.name} here is not the {images.name} that this model was trained on")
     classes = description.get("classes") or len(images.classes)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from moatlab.errors import UserError
-from moatlab.files import read_json
-from moatlab.models import users_code
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from moatlab.data import Images, load_images
+from moatlab.errors import NotWritten, UserError
+from moatlab.files import read_json, write_json
+from moatlab.models import load, users_code
+from moatlab.models.weights import read_weights
 from moatlab.portrait import draw_portrait
-from moatlab.recipe import Recipe, load_recipe
+from moatlab.recipe import Recipe, load_recipe, parse_eps
 from moatlab.runfolder import RunFolder, RunRecord
-from moatlab.subject import load_subject
+from moatlab.subject import load_subject, model_sha256
 
+ReadImages = Callable[[str, Path | None], Images]
 T = TypeVar("T")
 
 
@@ -40,10 +46,11 @@ class RunView:
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """On test images, by attack: of the quick look at the end of training, then of the cards, which count more."""
+        """On test images, by attack: of the quick look at the end of training, then of the cards, which count more, the
+        one of more images last."""
         final = self.record.final if self.record else None
         found = {name: final[name] for name in ("clean", "fgsm", "pgd7")} if final else {}
-        for card in self.cards:
+        for card in sorted(self.cards, key=lambda card: int(card["data"]["images"])):
             found |= {name: result["accuracy"] for name, result in card["results"].items()}
         return found
 
@@ -62,16 +69,20 @@ def find_runs(paths: list[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path} is not a folder; name run folders, such as runs/moat-2_mini_s0")
-        inside = sorted(record.parent for record in path.glob("*/run.json"))
-        is_run = any((path / name).exists() for name in ("run.json", "recipe.toml", "model.safetensors"))
-        if not is_run and not inside:
+        inside = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and is_run(folder)]
+        if not is_run(path) and not inside:
             raise UserError(f"{path} holds no run")
-        found += [path] if is_run else inside
+        found += [path] if is_run(path) else inside
     return list(dict.fromkeys(found))
 
 
+def is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("run.json", "recipe.toml", "model.safetensors"))
+
+
 def gather(folders: list[Path], *, data_dir: Path | None, trust_model_code: bool) -> list[RunView]:
-    views = [view_run(folder, data_dir=data_dir, trust_model_code=trust_model_code) for folder in folders]
+    images = cache(load_images)  # runs share theirs
+    views = [_view(folder, images, data_dir, trust_model_code) for folder in folders]
     methods = [view.method for view in views]
     names = [view.folder.resolve().name for view in views]
     for view, name in zip(views, names, strict=True):
@@ -81,16 +92,21 @@ def gather(folders: list[Path], *, data_dir: Path | None, trust_model_code: bool
     return views
 
 
-def view_run(folder: Path, *, data_dir: Path | None, trust_model_code: bool) -> RunView:
+def _view(folder: Path, images: ReadImages, data_dir: Path | None, trust_model_code: bool) -> RunView:
     run, view = RunFolder(folder), RunView(folder)
     view.recipe = _read(view, lambda: load_recipe(run.recipe))
-    view.record = _read(view, run.read_record)
-    view.metrics = _read(view, partial(_read_metrics, run, view.record)) or []
+    view.record = _read(view, lambda: _read_record(run))
+    view.metrics = _read(view, lambda: _read_metrics(run, view.record)) or []
     view.events = _read(view, run.read_events) or []
-    view.portrait = _read(view, lambda: _portrait(view, data_dir, trust_model_code))
+    model = _read(view, lambda: _checksum(folder, trust_model_code))
     for path in (folder / "eval.json", folder / "eval_aa.json"):
-        if path.exists() and (card := _read(view, partial(_read_card, path, view.portrait))):
+        if path.exists() and (card := _read(view, partial(_read_card, path, model, view.recipe))):
             view.cards.append(card)
+    if model and view.record and view.record.status == "finished":  # or it is still changing
+        path = folder / "portrait.json"
+        view.portrait = _known_portrait(path, model)
+        if view.portrait is None:
+            view.portrait = _read(view, lambda: _draw(view, path, images, data_dir, trust_model_code))
     return view
 
 
@@ -102,6 +118,14 @@ def _read(view: RunView, read: Callable[[], T]) -> T | None:
         return None
 
 
+def _read_record(run: RunFolder) -> RunRecord:
+    record = run.read_record()
+    final = {"clean", "fgsm", "pgd7", "images"} <= (record.final or {"images": 0}).keys()
+    if "passes" not in record.counted or (record.final and not final):
+        raise UserError(f"{run.record} is damaged: it lacks what a run writes")
+    return record
+
+
 def _read_metrics(run: RunFolder, record: RunRecord | None) -> list[dict[str, Any]]:
     metrics = run.read_metrics()
     if record and record.status == "finished" and record.metrics != run.metrics_sha256:
@@ -109,23 +133,108 @@ def _read_metrics(run: RunFolder, record: RunRecord | None) -> list[dict[str, An
     return metrics
 
 
-def _read_card(path: Path, portrait: dict[str, Any] | None) -> dict[str, Any]:
+def _checksum(folder: Path, trust_model_code: bool) -> str:
+    """Of the model, as cards and portraits name it."""
+    model = load(folder, trust_model_code=trust_model_code)
+    return model_sha256(model, read_weights(folder)[1]["arguments"])
+
+
+def _read_card(path: Path, model: str | None, recipe: Recipe | None) -> dict[str, Any]:
+    """A card whose numbers may stand beside those of other runs: of this very model, under the run's own threat."""
     card = read_json(path)
-    if not {"results", "flags", "data", "settings", "subject"} <= card.keys():
+    if not fits(card, Card):
         raise UserError(f"{path} is not a card that moat eval wrote")
-    if portrait and card["subject"].get("sha256") != portrait["model"]:
+    if model is None:
+        raise UserError(f"{path} is left out: whether it is of this run's model can't be told")
+    if card["subject"]["sha256"] != model:
         raise UserError(f"{path} is of another model than this run's; evaluate it again")
+    asked = card["settings"]
+    if recipe and (asked["norm"], parse_eps(asked["eps"], asked["norm"])) != ("linf", recipe.eps_value):
+        raise UserError(f"{path} is left out: it is at {asked['norm']} eps {asked['eps']}, the run at {recipe.eps}")
     return card
 
 
-def _portrait(view: RunView, data_dir: Path | None, trust_model_code: bool) -> dict[str, Any] | None:
-    """The one that is there if it is of this model, or a new one."""
-    path, status = view.folder / "portrait.json", view.record.status if view.record else None
-    if status not in (None, "finished"):
-        return None  # the model is still changing
-    subject = load_subject(view.folder, data_dir=data_dir, trust_model_code=trust_model_code)
-    if path.exists() and (known := _read(view, lambda: read_json(path))) and known.get("model") == subject.sha256:
-        return known
-    view.portrait_is_new = True
+def _known_portrait(path: Path, model: str) -> dict[str, Any] | None:
+    try:
+        portrait = read_json(path)
+    except UserError:
+        return None
+    return portrait if fits(portrait, Portrait) and portrait["model"] == model else None
+
+
+def _draw(
+    view: RunView, path: Path, images: ReadImages, data_dir: Path | None, trust_model_code: bool
+) -> dict[str, Any]:  # fmt: skip
+    subject = load_subject(view.folder, data_dir=data_dir, trust_model_code=trust_model_code, read_images=images)
     with users_code(f"the model in {view.folder} can't be attacked"):
-        return draw_portrait(subject, path)
+        portrait = draw_portrait(subject)
+    view.portrait_is_new = True
+    try:
+        write_json(path, portrait)
+    except NotWritten as error:
+        view.problems.append(str(error))
+    return portrait
+
+
+# --- what files must hold to be shown
+
+
+class Threat(TypedDict):
+    eps: str
+    norm: Literal["linf", "l2"]
+
+
+class Measured(TypedDict):
+    accuracy: float
+
+
+class Flag(TypedDict):
+    name: str
+    evidence: str
+    meaning: str
+
+
+class Counted(TypedDict):
+    images: int
+
+
+class Named(TypedDict):
+    sha256: str
+
+
+class Card(TypedDict):
+    subject: Named
+    data: Counted
+    settings: Threat
+    results: dict[str, Measured]
+    flags: list[Flag]
+
+
+class Curve(TypedDict):
+    eps: list[float]
+    accuracy: list[float]
+    images: int
+
+
+Example = TypedDict(
+    "Example",
+    {"class": str, "predicted": str, "attacked": str, "image": str, "adversarial": str, "change": str,
+     "magnified": float},
+)  # fmt: skip
+Surface = TypedDict("Surface", {"image": int, "class": str, "loss": list[list[float]], "wrong": list[list[int]]})
+
+
+class Portrait(Threat):
+    model: str
+    steps: int
+    curve: Curve
+    examples: Annotated[list[Example], Field(min_length=1)]
+    surface: Surface
+
+
+def fits(fields: dict[str, Any], kind: Any) -> bool:
+    try:
+        TypeAdapter(kind).validate_python(fields, strict=True)
+    except ValidationError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from fractions import Fraction
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from markupsafe import Markup
 from moatlab import display
 from moatlab.errors import RunFailed, UserError
 from moatlab.files import atomic, make_folder
+from moatlab.recipe import parse_eps
 from moatlab.report.gather import RunView, find_runs, gather
 from moatlab.report.plots import plot_portrait, plot_run
 from moatlab.report.svg import COLOURS, Band, Series, line_chart, scatter, surface
@@ -48,7 +49,7 @@ def write_report(
     page = render(views, title=title, top=top)
     make_folder(out.parent)
     with atomic(out) as file:
-        file.write(page.encode())
+        file.write(page.encode(errors="replace"))  # a name from the disk, or from a file, may be no text
 
 
 def publish(folders: list[Path], out: Path, *, data_dir: Path | None = None, title: str | None = None) -> None:
@@ -87,22 +88,23 @@ def render(views: list[RunView], *, title: str | None = None, top: dict[str, Any
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),  # ours: no text of a run is in it
         script=Markup(script),
         script_hash=f"sha256-{digest}",
-        warnings=_warnings(views),
-        problems=problems,
+        warnings=_warnings(views) + ([("in the tables", flag) for flag in top["flags"]] if top else []),
+        problems=problems + (top["failures"] if top else []),
         columns=columns,
         columns_note=_note_on_columns(views),
         runs=runs,
         plots=_plots(views),
         accuracies=ACCURACIES,
         version=version("moatlab"),
-        **(top or {"paper_tables": [], "claims": []}),
+        top=top,
     )
 
 
 def _warnings(views: list[RunView]) -> list[tuple[str, str]]:
     found = [(f"{view.label}: {flag['name']}", f"{flag['meaning']} ({flag['evidence']})")
              for view in views for flag in view.flags]  # fmt: skip
-    collapsed = [view for view in views if view.collapsed_at and not view.flags]
+    told = "catastrophic-overfitting"
+    collapsed = [view for view in views if view.collapsed_at and told not in {flag["name"] for flag in view.flags}]
     return found + [
         (f"{view.label}: collapsed", f"robustness was lost at epoch {view.collapsed_at} and did not come back")
         for view in collapsed
@@ -134,24 +136,41 @@ def _plots(views: list[RunView]) -> list[dict[str, Any]]:
     if curves:
         note = "PGD-7 on the watched images after each epoch. Of cycles the ends are bold. A cross: the collapse."
         drawing = line_chart(curves, x_label="epoch", y_label="PGD-7 accuracy (%)", x_unit="epoch")
-        plots.append({"id": "epochs", "title": "Robustness over the epochs", "drawing": drawing, "note": note})
-    measure = next((name for name in STRONGEST if all(name in view.accuracy for view in views)), None)
+        plots.append(
+            {
+                "id": "epochs",
+                "title": "Robustness over the epochs",
+                "drawing": drawing,
+                "note": note,
+                "runs": _keys(views, curves),
+            }
+        )
+    tried = [view for view in views if view.accuracy and view.record]
+    measure = next((name for name in STRONGEST if tried and all(name in view.accuracy for view in tried)), None)
     if measure:
         points = [
             (view.label, number, view.record.counted["passes"], 100 * view.accuracy[measure])
             for number, view in enumerate(views)
-            if view.record
+            if view.record and measure in view.accuracy
         ]
         drawing = scatter(points, x_label="passes over the training set", y_label=f"accuracy under {measure} (%)")
         note = "The dashed line joins the runs that no other beats in both robustness and cost."
-        plots.append({"id": "cost", "title": "Robustness against cost", "drawing": drawing, "note": note})
+        plots.append(
+            {
+                "id": "cost",
+                "title": "Robustness against cost",
+                "drawing": drawing,
+                "note": note,
+                "runs": _keys(views, points),
+            }
+        )
     radii = [
         Series(view.label, number, _curve(view.portrait)) for number, view in enumerate(views) if view.portrait
     ]  # fmt: skip
     if radii:
         portraits = [view.portrait for view in views if view.portrait]
         scale = 255 if portraits[0]["norm"] == "linf" else 1
-        own = {float(Fraction(portrait["eps"])) * scale for portrait in portraits}
+        own = {scale * parse_eps(portrait["eps"], portrait["norm"]) for portrait in portraits}
         drawing = line_chart(
             radii, x_label="eps x 255" if scale == 255 else "eps", y_label="robust accuracy (%)", x_unit="eps",
             guide=own.pop() if len(own) == 1 else None,
@@ -161,8 +180,22 @@ def _plots(views: list[RunView]) -> list[dict[str, Any]]:
             f"A quick attack of {first['steps']} steps on {first['curve']['images']} test images; who falls at a "
             "radius counts as fallen at larger ones. The dashed line: the radius trained for."
         )
-        plots.append({"id": "radius", "title": "Robustness by radius", "drawing": drawing, "note": note})
+        plots.append(
+            {
+                "id": "radius",
+                "title": "Robustness by radius",
+                "drawing": drawing,
+                "note": note,
+                "runs": _keys(views, radii),
+            }
+        )
     return plots
+
+
+def _keys(views: list[RunView], drawn: Sequence[Any]) -> list[dict[str, Any]]:
+    """The legend of a plot: the runs that are in it."""
+    colours = {one.colour if isinstance(one, Series) else one[1] for one in drawn}
+    return [{"colour": number % COLOURS, "label": views[number].label} for number in sorted(colours)]
 
 
 def _curve(portrait: dict[str, Any]) -> list[tuple[float, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,8 @@ def plot_portrait(path: Path, portrait: dict[str, Any], *, title: str) -> None:
     for number, example in enumerate(examples):
         for answer, height in ((example["predicted"], -0.35), (example["attacked"], -0.12)):
             colour = COLOURS[2] if answer == example["class"] else COLOURS[0]
-            strip.text((number + 0.5) * side, height * side, answer, fontsize=7, color=colour, ha="center")
+            where = ((number + 0.5) * side, height * side)
+            strip.text(*where, answer, fontsize=7, color=colour, ha="center", parse_math=False)
     _save(figure, path)
 
 
@@ -178,7 +180,7 @@ def _plot_table(axes: Axes, result: dict[str, Any]) -> None:
 def _plot_curves(axes: Axes, result: dict[str, Any]) -> None:
     for run in result["runs"]:
         methods = [row["method"] for row in result["rows"]]
-        colour, first = COLOURS[methods.index(run["method"])], run["seed"] == result["seeds"][0]
+        colour, first = COLOURS[methods.index(run["method"]) % len(COLOURS)], run["seed"] == result["seeds"][0]
         lines = run["history"]
         axes.plot([line["epoch"] for line in lines], [100 * line["pgd7"] for line in lines], color=colour, linewidth=2,
                   alpha=1.0 if first else 0.5, label=run["method"] if first else None)  # fmt: skip
@@ -193,16 +195,17 @@ def _plot_bars(axes: Axes, result: dict[str, Any]) -> None:
         places = [place + (number - (len(result["rows"]) - 1) / 2) * width for place in range(len(columns))]
         errors = np.array([[one["mean"] - one["interval"][0], one["interval"][1] - one["mean"]] for one in columns]).T
         axes.bar(places, [100 * one["mean"] for one in columns], width, yerr=100 * errors, capsize=2,
-                 color=COLOURS[number], label=row["row"])  # fmt: skip
+                 color=COLOURS[number % len(COLOURS)], label=row["row"])  # fmt: skip
     axes.set_xticks(range(len(columns)), list(row["columns"]))
     _dress(axes, "", "accuracy (%)", "")
     axes.legend(frameon=False, fontsize=8, title="stage I")
 
 
 def _plot_steps(axes: Axes, result: dict[str, Any]) -> None:
-    steps = [int(row["row"].partition(":")[2]) for row in result["rows"]]
+    rows = [row for row in result["rows"] if re.fullmatch(r"moat:\d+", row["row"])]  # others have no K
+    steps = [int(row["row"].partition(":")[2]) for row in rows]
     for number, name in enumerate(result["rows"][0]["columns"]):
-        means = [100 * row["columns"][name]["mean"] for row in result["rows"]]
+        means = [100 * row["columns"][name]["mean"] for row in rows]
         axes.plot(steps, means, marker=MARKERS[number], color=COLOURS[number], label=name)
     _dress(axes, "steps K of stage III", "accuracy (%)", "")
     axes.figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
@@ -212,7 +215,7 @@ def _dress(axes: Axes, x_label: str, y_label: str, title: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.set_ylim(bottom=0)
-    axes.set_title(title, fontsize=8, color="#444444", wrap=True)
+    axes.set_title(title, fontsize=8, color="#444444", wrap=True, parse_math=False)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if x_label == "epoch":

@@ -133,6 +133,8 @@ def scatter(points: Sequence[tuple[str, int, float, float]], *, x_label: str, y_
             side, x_name = "start", place[0] + 10
         while any(abs(y_name - y_) < 13 and abs(x_name - x_) < 90 for x_, y_ in taken):
             y_name -= 3  # names of neighbours do not lie on each other
+        if y_name < TOP:
+            continue  # no room left; the legend has it
         taken.append((x_name, y_name))
         parts.append(tag("text", name, class_="name", x=x_name, y=y_name, text_anchor=side))
     values = [{"name": name, "colour": colour % COLOURS, "x": [x], "y": [round(y, 2)]} for name, colour, x, y in points]
