@@ -12,10 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from moatlab import make_recipe, train
 from moatlab.data import load_images
 from moatlab.files import read_json, write_json
+from moatlab.models.weights import fingerprint, read_weights
 from moatlab.portrait import RADII, draw_portrait
 from moatlab.report.svg import Series, line_chart, pareto, scatter, surface, tag, ticks
 from moatlab.runfolder import RunFolder
@@ -278,6 +280,24 @@ def test_train_and_compare_write_a_page_too(moat, tiny_options, alone):
     ended = moat("compare", "fgsm", "fast", *tiny_options, "--epochs", 1, "--out", "two")
     assert "report: two/report.html" in ended.out
     assert {"fgsm", "fast"} <= set(Page((alone / "two" / "report.html").read_text()).text.split())
+
+
+def test_a_page_does_not_import_what_the_file_of_a_model_names(moat, tiny_options, alone):
+    """Whoever gives somebody a finished run to `--resume` decides what its model.safetensors says."""
+    arguments = ("train", "fgsm", *tiny_options, "--epochs", 1, "--out", "one", "--resume")
+    assert moat(*arguments).code == 0
+    (alone / "evil.py").write_text("from pathlib import Path\nPath('ran').touch()\ndef model(classes): pass\n")
+    tensors, description = read_weights(alone / "one")
+    description = {name: value for name, value in description.items() if name != "sha256"} | {"model": "evil:model"}
+    description["sha256"] = fingerprint(tensors, description)
+    save_file(tensors, alone / "one" / "model.safetensors", {"moatlab": json.dumps(description)})
+    record = read_json(alone / "one" / "run.json")
+    write_json(alone / "one" / "run.json", record | {"model": description["sha256"]})
+    (alone / "one" / "report.html").unlink()
+    assert moat(*arguments).code == 0
+    assert moat("report", "one").code == 0
+    assert not (alone / "ran").exists()
+    assert "--trust-model-code" in Page((alone / "one" / "report.html").read_text()).text
 
 
 def test_a_stopped_run_gets_no_page_until_it_is_finished(moat, tiny_options, alone):

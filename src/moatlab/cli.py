@@ -72,7 +72,7 @@ def train_command(
     if record.final and not (page.exists() and page.stat().st_mtime >= (out / "run.json").stat().st_mtime):
         from moatlab.report.page import publish
 
-        publish([out], page, data_dir=data_dir)
+        publish([out], page, data_dir=data_dir, trust_model_code=recipe.names_code)
     if as_json:
         print_file(out / "run.json")
     elif record.final:

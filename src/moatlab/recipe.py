@@ -127,6 +127,11 @@ class Recipe(BaseModel):
         )
 
     @property
+    def names_code(self) -> bool:
+        """Whether the model is somebody's own, which is made by importing what the recipe names."""
+        return ":" in self.model
+
+    @property
     def sha256(self) -> str:
         return hashlib.sha256(self.to_toml().encode()).hexdigest()
 

@@ -195,7 +195,7 @@ def reproduce(
         plot_result(out / f"{name}.pdf", result)
     shown = [out / job.name for job in sweep.jobs if job.recipe.seed == 0 and RunFolder(out / job.name).record.exists()]
     write_report(
-        shown, out / f"{name}.html", data_dir=data_dir, trust_model_code=True,
+        shown, out / f"{name}.html", data_dir=data_dir, trust_model_code=sweep.jobs[0].recipe.names_code,
         title=f"{name}: {sweep.experiment.title}", top=for_page(result),
     )  # fmt: skip
     if failures:

@@ -46,5 +46,6 @@ def compare(
     result = {"setting": first.setting, "bn_in_attack": first.bn_in_attack, "rows": rows, "plot": str(plot),
               "report": str(out / "report.html")}  # fmt: skip
     write_json(out / "compare.json", result)
-    publish([out / name for name in folders], out / "report.html", data_dir=data_dir)
+    runs = [out / name for name in folders]
+    publish(runs, out / "report.html", data_dir=data_dir, trust_model_code=first.names_code)
     return result

@@ -52,10 +52,10 @@ def write_report(
         file.write(page.encode(errors="replace"))  # a name from the disk, or from a file, may be no text
 
 
-def publish(folders: list[Path], out: Path, *, data_dir: Path | None = None, title: str | None = None) -> None:
-    """Write a page about runs that this process trained. They are done whatever becomes of it."""
+def publish(folders: list[Path], out: Path, *, data_dir: Path | None, trust_model_code: bool) -> None:
+    """Write a page about runs that are done, whatever becomes of it."""
     try:
-        write_report(folders, out, data_dir=data_dir, trust_model_code=True, title=title)
+        write_report(folders, out, data_dir=data_dir, trust_model_code=trust_model_code)
     except (UserError, RunFailed) as error:
         display.warn(f"no report was made: {error}")
 
