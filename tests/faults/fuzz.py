@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from faults.commands import moat, run
 from moatlab.methods import STAGES
+from moatlab.paper import EXPERIMENTS
 from moatlab.recipe import PRESETS, Recipe, option_name
 
 names = st.sampled_from([*STAGES, "moat", "imoat", "gradlign", "PGD", "", "π"])
@@ -32,13 +33,19 @@ options = st.lists(st.tuples(st.sampled_from([*recipe_options, "--preset"]), val
 flags = st.sampled_from([(), ("--json",), ("--resume",), ("--no-augment",), ("--deterministic",), ("--help",)])
 presets = st.sampled_from([(), *(("--preset", name) for name in PRESETS)])
 planned = st.tuples(st.just("plan"), specs, presets, options, flags)
+sweep_options = [*recipe_options, "--methods", "--seeds", "--n", "--n-aa", "--known", "--out"]
+reproduced = st.tuples(
+    st.just("reproduce"), st.one_of(st.sampled_from([*EXPERIMENTS]), text), presets,
+    st.lists(st.tuples(st.sampled_from(sweep_options), values), max_size=3),
+    st.sampled_from([("--plan",), ("--plan", "--json")]),
+)  # fmt: skip
 other_commands = st.tuples(
-    st.sampled_from(["eval", "verify", "data", "trian", "bench", "compare", "train"]), text, st.just(()),
+    st.sampled_from(["eval", "verify", "data", "trian", "bench", "compare", "train", "report"]), text, st.just(()),
     st.lists(st.tuples(st.sampled_from(
         ["--n", "--eps", "--norm", "--attacks", "--seed", "--batch-size", "--which", "--device", "--max-steps"]
     ), values), min_size=1, max_size=3), st.just(("--width", "nonsense")),
 )  # fmt: skip  # an option that is always wrong: these must never start to work
-command_lines = st.one_of(planned, planned, planned, other_commands)
+command_lines = st.one_of(planned, planned, reproduced, other_commands)
 
 
 def arguments_of(line: Any) -> list[str]:
