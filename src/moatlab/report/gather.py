@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from moatlab.data import Images, load_images
 from moatlab.errors import NotWritten, UserError
-from moatlab.files import read_json, write_json
+from moatlab.files import read_json, remove_leftovers, write_json
 from moatlab.models import load, users_code
 from moatlab.models.weights import read_weights
 from moatlab.portrait import draw_portrait
@@ -169,6 +169,7 @@ def _draw(
     with users_code(f"the model in {view.folder} can't be attacked"):
         portrait = draw_portrait(subject)
     view.portrait_is_new = True
+    remove_leftovers(path)
     try:
         write_json(path, portrait)
     except NotWritten as error:

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from moatlab import display
 from moatlab.errors import RunFailed, UserError
-from moatlab.files import atomic, make_folder
+from moatlab.files import atomic, make_folder, remove_leftovers
 from moatlab.recipe import parse_eps
 from moatlab.report.gather import RunView, find_runs, gather
 from moatlab.report.plots import plot_portrait, plot_run
@@ -44,10 +44,10 @@ def write_report(
         raise UserError(f"{out} is a folder; name a file, such as {out / 'report.html'}")
     views = gather(folders, data_dir=data_dir, trust_model_code=trust_model_code)
     for view in views:
-        if view.portrait_is_new and view.portrait:
-            draw_pictures(view)
+        draw_pictures(view)
     page = render(views, title=title, top=top)
     make_folder(out.parent)
+    remove_leftovers(out)
     with atomic(out) as file:
         file.write(page.encode(errors="replace"))  # a name from the disk, or from a file, may be no text
 
@@ -61,11 +61,14 @@ def publish(folders: list[Path], out: Path, *, data_dir: Path | None, trust_mode
 
 
 def draw_pictures(view: RunView) -> None:
-    """The run's plots as PNG, in its folder."""
-    if view.metrics:
-        plot_run(view.folder / "curves.png", view.metrics, view.collapsed_at, title=view.method)
-    if view.portrait:
-        plot_portrait(view.folder / "portrait.png", view.portrait, title=view.method)
+    """The plots of a finished run as PNG, in its folder, once for each portrait."""
+    curves, portrait = view.folder / "curves.png", view.folder / "portrait.png"
+    if view.portrait is None:
+        return
+    if view.metrics and (view.portrait_is_new or not curves.exists()):
+        plot_run(curves, view.metrics, view.collapsed_at, title=view.method)
+    if view.portrait_is_new or not portrait.exists():
+        plot_portrait(portrait, view.portrait, title=view.method)
 
 
 def render(views: list[RunView], *, title: str | None = None, top: dict[str, Any] | None = None) -> str:

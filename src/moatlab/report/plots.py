@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from moatlab.files import atomic
+from moatlab.files import atomic, remove_leftovers
 from moatlab.methods import parse_method
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes too.
@@ -110,8 +110,8 @@ def plot_run(path: Path, metrics: list[dict[str, Any]], collapsed_at: int | None
 
 def plot_portrait(path: Path, portrait: dict[str, Any], *, title: str) -> None:
     """Robustness by radius, the loss around one image, and examples."""
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(1.1, 1))
+    figure = Figure(figsize=(9, 6.4))
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.1, 1), left=0.08, right=0.96, top=0.94, bottom=0.02, hspace=0.25)
     curve, radius = portrait["curve"], figure.add_subplot(grid[0, 0])
     scale = 255 if portrait["norm"] == "linf" else 1
     radius.plot([scale * eps for eps in curve["eps"]], [100 * share for share in curve["accuracy"]], marker="o",
@@ -123,7 +123,7 @@ def plot_portrait(path: Path, portrait: dict[str, Any], *, title: str) -> None:
     along, beside = np.meshgrid(ticks, ticks, indexing="ij")
     landscape = figure.add_subplot(grid[0, 1], projection="3d")
     landscape.plot_surface(along, beside, loss, facecolors=np.where(wrong, COLOURS[0], COLOURS[5]), linewidth=0.1,
-                           edgecolor="white", rstride=1, cstride=1)  # fmt: skip
+                           edgecolor="white", rstride=1, cstride=1, shade=False)  # fmt: skip
     landscape.set_xlabel("gradient")
     landscape.set_ylabel("random")
     landscape.set_title(f"loss around image {portrait['surface']['image']}; red: wrong", fontsize=9)
@@ -224,6 +224,7 @@ def _dress(axes: Axes, x_label: str, y_label: str, title: str) -> None:
 
 def _save(figure: Figure, path: Path) -> None:
     """As PNG or PDF, by its name; without a date, so that equal results give equal files."""
+    remove_leftovers(path)
     metadata = {"CreationDate": None} if path.suffix == ".pdf" else None
     with atomic(path) as file:
         figure.savefig(file, format=path.suffix[1:], dpi=150, metadata=metadata)
