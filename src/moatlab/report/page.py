@@ -115,11 +115,13 @@ def _warnings(views: list[RunView]) -> list[tuple[str, str]]:
 
 
 def _note_on_columns(views: list[RunView]) -> str:
+    """On how many test images each column was measured."""
     counts = {f"{card['data']['images']:,} ({', '.join(card['results'])})" for view in views for card in view.cards}
-    quick = {f"{view.record.final['images']:,}" for view in views if view.record and view.record.final}
-    note = f"Test images: {'; '.join(sorted(counts))}. " if counts else ""
-    unlisted = "clean, fgsm, pgd7" if not counts else "what no card holds (pgd7: seven steps, a quick look)"
-    return note + (f"{', '.join(sorted(quick))} for {unlisted}." if quick else "")
+    for view in views:
+        measured = {name for card in view.cards for name in card["results"]}
+        if view.record and view.record.final and (quick := [name for name in ACCURACIES if name not in measured]):
+            counts.add(f"{view.record.final['images']:,} ({', '.join(quick)})")
+    return f"Test images: {'; '.join(sorted(counts))}. pgd7 is a quick look of seven steps." if counts else ""
 
 
 def _plots(views: list[RunView]) -> list[dict[str, Any]]:
