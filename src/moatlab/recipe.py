@@ -127,6 +127,11 @@ class Recipe(BaseModel):
         )
 
     @property
+    def watched(self) -> str:
+        """The images whose accuracies are measured after each epoch, for a person."""
+        return {"holdout": "held-out images", "train": "training images", "test": "test images"}[self.monitor]
+
+    @property
     def names_code(self) -> bool:
         """Whether the model is somebody's own, which is made by importing what the recipe names."""
         return ":" in self.model

@@ -148,7 +148,7 @@ def reproduce(
     """Train and evaluate what is missing, and return (and write) the result. Ends with RunFailed, after all the others,
     if a run failed."""
     from moatlab.models import users_code
-    from moatlab.outcomes import evaluate_run, known_outcome, matches, read_outcomes
+    from moatlab.outcomes import evaluate_run, read_outcomes
     from moatlab.report.page import write_report
     from moatlab.report.plots import plot_result
     from moatlab.results import make_result, write_result
@@ -158,13 +158,8 @@ def reproduce(
 
     for job in sweep.jobs:
         RunFolder(out / job.name).check(job.recipe, resume=True)
-    counts = (sweep.images, sweep.aa_images)
     before = [outcome for path in known or [] for outcome in read_outcomes(path)]
-    outcomes = {}
-    for job in sweep.jobs:
-        there = known_outcome(out / job.name, job.recipe, *counts)
-        if found := there or next((one for one in before if matches(one, job.recipe, *counts)), None):
-            outcomes[job] = found
+    outcomes = {job: found for job in sweep.jobs if (found := _known(sweep, job, out, before))}
     missing = [job for job in sweep.jobs if job not in outcomes]
     failures: list[dict[str, str]] = []
     pace = _announce(sweep, missing, out, data_dir, yes=yes) if missing else None
@@ -265,17 +260,22 @@ def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> t
     return min(taken[1:]) / 2 * session.steps_per_epoch, session.device.type != "cpu"
 
 
+def _known(sweep: Sweep, job: Job, out: Path, before: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The outcome of a run that was done before: in the sweep's folder, or in an earlier result."""
+    from moatlab.outcomes import known_outcome, matches
+
+    asked = (job.recipe, sweep.images, sweep.aa_images)
+    return known_outcome(out / job.name, *asked) or next((one for one in before if matches(one, *asked)), None)
+
+
 def _others(sweep: Sweep, out: Path, before: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Runs of the same setting that are no rows here, by method: claims may compare with them. They are in the sweep's
     folder, or in earlier results."""
-    from moatlab.outcomes import known_outcome, matches
-
-    counts, ours = (sweep.images, sweep.aa_images), {row.method for row in sweep.rows}
+    ours = {row.method for row in sweep.rows}
     found: dict[str, list[dict[str, Any]]] = {}
     for method in dict.fromkeys(row.method for one in EXPERIMENTS.values() for row in one.rows):
         for seed in sweep.seeds if method not in ours else []:
             job = Job(Row(method, method), sweep.recipe_of(method, seed))
-            there = known_outcome(out / job.name, job.recipe, *counts)
-            if one := there or next((run for run in before if matches(run, job.recipe, *counts)), None):
+            if one := _known(sweep, job, out, before):
                 found.setdefault(method, []).append(one)
     return found

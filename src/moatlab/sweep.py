@@ -12,8 +12,6 @@ from moatlab.recipe import Recipe, slug
 from moatlab.runfolder import RunFolder
 from moatlab.training import train
 
-WATCHED = {"holdout": "held-out images", "train": "training images", "test": "test images"}
-
 
 def compare(
     recipes: list[Recipe], out: str | Path, *, data_dir: Path | None = None, resume: bool = False
@@ -42,7 +40,7 @@ def compare(
     from moatlab.report.plots import plot_pgd7
 
     first, plot = recipes[0], out / "pgd7.png"
-    plot_pgd7(plot, histories, events, title=first.setting, images=WATCHED[first.monitor])
+    plot_pgd7(plot, histories, events, title=first.setting, images=first.watched)
     result = {"setting": first.setting, "bn_in_attack": first.bn_in_attack, "rows": rows, "plot": str(plot),
               "report": str(out / "report.html")}  # fmt: skip
     write_json(out / "compare.json", result)

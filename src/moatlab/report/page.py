@@ -30,7 +30,6 @@ __all__ = ["find_runs", "publish", "write_report"]
 HERE = Path(__file__).parent
 ATTACKS = ("clean", "fgsm", "pgd7", "pgd50", "cw50", "mim50", "apgd-ce", "apgd-t", "fab-t", "square", "aa-fast", "aa")
 STRONGEST = ("aa", "pgd50", "pgd7")
-WATCHED = {"holdout": "held-out images", "train": "training images", "test": "test images"}
 ACCURACIES = {"clean": 6, "fgsm": 4, "pgd7": 1}  # and their colours
 CARD_SHOWN = ("subject", "data", "settings", "results", "all_attacks", "flags", "measured", "audit", "environment")
 
@@ -141,15 +140,7 @@ def _plots(views: list[RunView]) -> list[dict[str, Any]]:
     if curves:
         note = "PGD-7 on the watched images after each epoch. Of cycles the ends are bold. A cross: the collapse."
         drawing = line_chart(curves, x_label="epoch", y_label="PGD-7 accuracy (%)", x_unit="epoch")
-        plots.append(
-            {
-                "id": "epochs",
-                "title": "Robustness over the epochs",
-                "drawing": drawing,
-                "note": note,
-                "runs": _keys(views, curves),
-            }
-        )
+        plots.append(_plot("epochs", "Robustness over the epochs", drawing, note, _keys(views, curves)))
     tried = [view for view in views if view.accuracy and view.record]
     measure = next((name for name in STRONGEST if tried and all(name in view.accuracy for view in tried)), None)
     if measure:
@@ -160,15 +151,7 @@ def _plots(views: list[RunView]) -> list[dict[str, Any]]:
         ]
         drawing = scatter(points, x_label="passes over the training set", y_label=f"accuracy under {measure} (%)")
         note = "The dashed line joins the runs that no other beats in both robustness and cost."
-        plots.append(
-            {
-                "id": "cost",
-                "title": "Robustness against cost",
-                "drawing": drawing,
-                "note": note,
-                "runs": _keys(views, points),
-            }
-        )
+        plots.append(_plot("cost", "Robustness against cost", drawing, note, _keys(views, points)))
     radii = [
         Series(view.label, number, _curve(view.portrait)) for number, view in enumerate(views) if view.portrait
     ]  # fmt: skip
@@ -185,16 +168,12 @@ def _plots(views: list[RunView]) -> list[dict[str, Any]]:
             f"A quick attack of {first['steps']} steps on {first['curve']['images']} test images; who falls at a "
             "radius counts as fallen at larger ones. The dashed line: the radius trained for."
         )
-        plots.append(
-            {
-                "id": "radius",
-                "title": "Robustness by radius",
-                "drawing": drawing,
-                "note": note,
-                "runs": _keys(views, radii),
-            }
-        )
+        plots.append(_plot("radius", "Robustness by radius", drawing, note, _keys(views, radii)))
     return plots
+
+
+def _plot(name: str, title: str, drawing: Markup, note: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": name, "title": title, "drawing": drawing, "note": note, "runs": runs}
 
 
 def _keys(views: list[RunView], drawn: Sequence[Any]) -> list[dict[str, Any]]:
@@ -226,7 +205,7 @@ def _run(view: RunView, number: int, columns: list[str]) -> dict[str, Any]:
         "time": display.duration(record.train_seconds) if record else "",
         "collapsed": collapsed if record and record.final else (record.status if record else "unknown"),
         "stages": stages if len(stages) > 1 else [],
-        "watched": WATCHED[view.recipe.monitor] if view.recipe else "watched images",
+        "watched": view.recipe.watched if view.recipe else "watched images",
         "files": _files(view),
     }  # fmt: skip
     if view.metrics:
