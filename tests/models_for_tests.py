@@ -1,5 +1,7 @@
 """Small models that tests bring along as a user would, by `--model models_for_tests:NAME`."""
 
+import os
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -88,3 +90,54 @@ def small_network(classes=3, channels=3):
         nn.Flatten(),
         nn.Linear(8, classes),
     )
+
+
+class WithoutBatchNorm(nn.Module):
+    """What several processes train to the same weights as one."""
+
+    def __init__(self, num_classes, dtype):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1), nn.SiLU(),
+            nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, num_classes),
+        ).to(dtype)  # fmt: skip
+
+    def forward(self, x):
+        return self.net(x.to(self.net[0].weight.dtype))
+
+
+def in_double(num_classes):
+    return WithoutBatchNorm(num_classes, torch.float64)
+
+
+def in_single(num_classes):
+    return WithoutBatchNorm(num_classes, torch.float32)
+
+
+class Slow(Counted):
+    """Time to be killed in."""
+
+    def forward(self, x):
+        time.sleep(0.01)
+        return super().forward(x)
+
+
+def slow(num_classes):
+    return Slow(num_classes)
+
+
+class FailsInTheSecond(Counted):
+    """Well for an epoch and a bit; then the second of several processes fails."""
+
+    calls = 0
+
+    def forward(self, x):
+        if torch.is_grad_enabled() and self.training:
+            FailsInTheSecond.calls += 1
+            if FailsInTheSecond.calls > 12 and os.environ.get("RANK") == "1":
+                raise RuntimeError("out of luck")
+        return super().forward(x)
+
+
+def fails_in_the_second(num_classes):
+    return FailsInTheSecond(num_classes)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moatlab.data.batches import PADDING, Batches, as_floats, crop_and_flip
+from moatlab.data.batches import PADDING, Batches, as_floats, crop_and_flip, shifts
 
 
 def numbered(count=50, side=6):
@@ -47,7 +47,7 @@ def test_without_augmentation_a_batch_is_the_pixels_over_255_with_their_labels()
 @given(seed=st.integers(0, 10**6), height=st.integers(1, 9), width=st.integers(1, 9))
 def test_crops_and_flips_equal_a_loop_over_images(seed, height, width):
     images = torch.randint(1, 256, (8, height, width, 3), dtype=torch.uint8)
-    result = crop_and_flip(images, torch.Generator().manual_seed(seed))
+    result = crop_and_flip(images, *shifts(len(images), torch.Generator().manual_seed(seed)))
     draws = torch.Generator().manual_seed(seed)
     top, left = torch.randint(2 * PADDING + 1, (2, 8, 1), generator=draws)
     mirrored = torch.randint(2, (8, 1), generator=draws)
@@ -60,7 +60,7 @@ def test_crops_and_flips_equal_a_loop_over_images(seed, height, width):
 
 def test_shifts_and_mirrors_come_evenly():
     images = torch.arange(1, 10, dtype=torch.uint8).view(1, 3, 3, 1).expand(20_000, 3, 3, 3)
-    result = crop_and_flip(images, torch.Generator().manual_seed(0))
+    result = crop_and_flip(images, *shifts(len(images), torch.Generator().manual_seed(0)))
     unmoved = (result == images).all(3).all(2).all(1).float().mean()
     assert unmoved.item() == pytest.approx(1 / (9 * 9 * 2), abs=0.002)
 

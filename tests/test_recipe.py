@@ -1,3 +1,4 @@
+import json
 import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +29,7 @@ FIELDS = {
     "schedule": st.sampled_from(["cyclic", "stepwise"]),
     "epochs": st.integers(1, 100_000),
     "eps": st.integers(1, 254).map("{}/255".format) | st.floats(1e-6, 0.999).map(str),
+    "norm": st.sampled_from(["linf", "l2"]),
     "lr": positive,
     "momentum": st.floats(0, 1, exclude_max=True),
     "weight_decay": st.floats(0, allow_nan=False, allow_infinity=False),
@@ -89,6 +91,8 @@ def test_options_win_over_the_file_and_the_file_over_the_preset(preset, in_file,
         file = written(folder, tomli_w.dumps(in_file))
         recipe = make_recipe("moat:2", preset=preset, file=file, trust_model_code=True, **options)
     expected = PRESETS[preset] | in_file | options
+    if expected.get("norm") == "l2" and "eps" not in in_file | options:
+        expected["eps"] = "128/255"  # a radius of L-inf means nothing in L2
     for name in layered:
         if name in expected:
             assert getattr(recipe, name) == expected[name]
@@ -347,3 +351,19 @@ def test_a_slug_is_a_plain_folder_name_whatever_it_is_made_from(text):
 def test_slugs_are_readable():
     assert slug("imoat:2,5,8") == "imoat-2-5-8"
     assert slug("mixup | fast | pgd:2>5") == "mixup-fast-pgd-2-5"
+
+
+def test_runs_of_earlier_versions_keep_their_checksum():
+    """Or the results in docs/results would not be known any more, and no run would go on after an update."""
+    kept = json.loads((Path(__file__).parent.parent / "docs" / "results" / "table2a-mini.json").read_text())["runs"]
+    for run in kept:
+        recipe = make_recipe(run["method"], preset="mini", seed=run["seed"], threads=2)
+        assert recipe.sha256 == run["recipe_sha256"], run["method"]
+    assert make_recipe("moat:2", norm="l2").sha256 != make_recipe("moat:2", eps="128/255").sha256
+
+
+def test_l2_has_a_radius_of_its_own_unless_one_is_given():
+    assert make_recipe("moat:2", norm="l2").eps == "128/255"
+    assert make_recipe("moat:2", norm="l2", eps="1.5").eps_value == 1.5
+    with pytest.raises(UserError, match="between 0 and 1"):
+        make_recipe("moat:2", eps="1.5")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moatlab import stages
-from moatlab.attacks.first_order import uniform
+from moatlab.attacks.first_order import uniform_in_ball
 from moatlab.methods import parse_method
 from moatlab.stages import BATCH_STAGES, Context, misalignment, stage_loss
 from models_for_tests import Linear, small_network
@@ -74,14 +74,14 @@ def test_fgsm_is_one_step_of_eps_from_x_itself_clipped_to_the_image_range(linear
 def test_fast_is_a_projected_random_start_and_one_projected_step_of_one_and_a_quarter_eps(linear):
     x, y = images(), labels()
     adversarial, _ = BATCH_STAGES["fast"](context(linear), x, y, None)
-    start = project(x + uniform(x, EPS, draws()), x)
+    start = project(x + uniform_in_ball(x, EPS, "linf", draws()), x)
     close(adversarial, project(start + 1.25 * EPS * linear_gradient(linear, start, y).sign(), x))
 
 
 def test_nfgsm_is_noise_of_two_eps_and_a_step_of_eps_that_may_leave_the_ball(linear):
     x, y = images(), labels()
     adversarial, _ = BATCH_STAGES["nfgsm"](context(linear), x, y, None)
-    noisy = (x + uniform(x, 2 * EPS, draws())).clamp(0, 1)
+    noisy = (x + uniform_in_ball(x, 2 * EPS, "linf", draws())).clamp(0, 1)
     close(adversarial, (noisy + EPS * linear_gradient(linear, noisy, y).sign()).clamp(0, 1))
     assert (adversarial - x).abs().max() > 1.5 * EPS
 
@@ -90,7 +90,7 @@ def test_nfgsm_is_noise_of_two_eps_and_a_step_of_eps_that_may_leave_the_ball(lin
 def test_pgd_takes_k_projected_steps_of_the_larger_of_a_quarter_eps_and_eps_by_k(linear, steps, step_size):
     x, y = images(), labels()
     adversarial, _ = BATCH_STAGES["pgd"](context(linear), x, y, steps)
-    expected = project(x + uniform(x, EPS, draws()), x)
+    expected = project(x + uniform_in_ball(x, EPS, "linf", draws()), x)
     for _ in range(steps):
         expected = project(expected + step_size * linear_gradient(linear, expected, y).sign(), x)
     close(adversarial, expected)
@@ -108,7 +108,7 @@ def test_attacks_on_a_network_equal_the_plain_way_with_loss_backward():
     x, y = images(), labels()
     model(x)
     adversarial, _ = BATCH_STAGES["pgd"](context(model), x, y, 5)
-    expected = project(x + uniform(x, EPS, draws()), x)
+    expected = project(x + uniform_in_ball(x, EPS, "linf", draws()), x)
     for _ in range(5):
         variable = expected.contiguous().requires_grad_()
         F.cross_entropy(model(variable), y).backward()
@@ -181,7 +181,7 @@ def test_kim_trains_on_the_smallest_stretch_that_fools_the_model():
     x, y = base.view(64, 3, 4, 4), torch.ones(64, dtype=torch.long)
     trained, _ = BATCH_STAGES["kim"](context(model, eps=eps, classes=2), x, y, parts)
 
-    start = project(x + uniform(x, eps, draws()), x, eps)
+    start = project(x + uniform_in_ball(x, eps, "linf", draws()), x, eps)
     delta = project(start - 1.25 * eps * direction.view(1, 3, 4, 4), x, eps) - x
     seen = set()
     for image, begin, move, result in zip(x, start, delta, trained, strict=True):
@@ -217,7 +217,7 @@ def test_gradalign_equals_a_naive_double_backward_in_value_and_in_gradient(bn):
     reference.train(bn == "train")
     clean = x.clone().requires_grad_()
     (g1,) = torch.autograd.grad(F.cross_entropy(reference(clean), y), clean)
-    noisy = (x + uniform(x, EPS, draws())).requires_grad_()
+    noisy = (x + uniform_in_ball(x, EPS, "linf", draws())).requires_grad_()
     (g2,) = torch.autograd.grad(F.cross_entropy(reference(noisy), y), noisy, create_graph=True)
     cosines = [(a.flatten() @ b.flatten()) / (a.norm() * b.norm()) for a, b in zip(g1, g2, strict=True)]
     reference.train()

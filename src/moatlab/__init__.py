@@ -1,8 +1,8 @@
 """Robust image classifiers at single-step cost: MOAT, IMOAT and the baselines of their paper.
 
     import moatlab
-    record = moatlab.train(moatlab.make_recipe("moat:2"), "runs/mine")
-    model = moatlab.load("runs/mine")
+    run = moatlab.train(my_model, "my_images", method="moat:2")
+    moatlab.evaluate(run.model, x, y, attacks=["aa"])
 
 Names are loaded when they are first used, so that importing the package costs nothing.
 """
@@ -14,23 +14,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moatlab.data import load_images
+    from moatlab.data.arrays import as_images
+    from moatlab.entry import TrainedRun, train
     from moatlab.errors import RunFailed, UserError
     from moatlab.evaluation import evaluate
     from moatlab.methods import parse_method
     from moatlab.models import load
     from moatlab.monitor import measure
     from moatlab.recipe import Recipe, make_recipe
+    from moatlab.stages import add_stage, make_batch
     from moatlab.sweep import compare
-    from moatlab.training import train
 
 __all__ = [
     "Recipe",
     "RunFailed",
+    "TrainedRun",
     "UserError",
+    "add_stage",
+    "as_images",
     "compare",
     "evaluate",
     "load",
     "load_images",
+    "make_batch",
     "make_recipe",
     "measure",
     "parse_method",
@@ -40,15 +46,19 @@ __all__ = [
 _HOME = {
     "Recipe": "recipe",
     "RunFailed": "errors",
+    "TrainedRun": "entry",
     "UserError": "errors",
+    "add_stage": "stages",
+    "as_images": "data.arrays",
     "compare": "sweep",
     "evaluate": "evaluation",
     "load": "models",
     "load_images": "data",
+    "make_batch": "stages",
     "make_recipe": "recipe",
     "measure": "monitor",
     "parse_method": "methods",
-    "train": "training",
+    "train": "entry",
 }
 
 

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from moatlab import display
+from moatlab import display, processes
 from moatlab.attacks.geometry import USUAL_EPS, Norm, distance
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
 from moatlab.environment import describe_environment
 from moatlab.errors import UserError, needs_trust
-from moatlab.evaluation import Evaluation, evaluate
-from moatlab.files import atomic, read_json_and_check, remove_leftovers, with_checksum
+from moatlab.evaluation import Evaluation, evaluate, merged
+from moatlab.files import UNREADABLE_ARRAYS, atomic, read_json_and_check, remove_leftovers, with_checksum
 from moatlab.intervals import wilson
 from moatlab.models import BUILT_IN
-from moatlab.partial import UNREADABLE_ARRAYS, discard, for_one_process, pieces
+from moatlab.partial import discard, for_one_process, pieces
 from moatlab.precision import full_precision
 from moatlab.recipe import parse_eps
 from moatlab.subject import Subject, load_subject
@@ -48,37 +48,54 @@ def evaluate_subject(
     audit: bool = False,
     save_adversarial: bool = False,
 ) -> dict[str, Any]:
-    """Evaluate, write the card beside the model, and return it. Started again after any ending, it goes on."""
+    """Evaluate, write the card beside the model, and return it. Started again after any ending, it goes on.
+
+    Connected processes take a part of the images each; the first writes the card.
+    """
     images, norm = subject.images, norm or subject.norm
     # A radius of one norm means nothing in another.
     radius = eps or (subject.eps if norm == subject.norm else USUAL_EPS[norm])
     count = len(images.test_y) if count is None else count
     if count > len(images.test_y):
         raise UserError(f"--n {count} is more than the {len(images.test_y)} test images of {images.name}")
+    if count < processes.count():
+        raise UserError(f"{count} images are too few for {processes.count()} processes")
     environment = describe_environment() | {"device": str(device_of(subject.model, torch.empty(0)))}
     identity = {
         "model": subject.sha256, "factory": subject.source["model"], "data": images.sha256,
         "moatlab": environment["moatlab"], "torch": environment["torch"], "threads": environment["threads"],
         "device": environment["device"],
     }  # fmt: skip
-    state = subject.card.with_name(subject.card.name.removesuffix(".json") + ".partial")
+    parts = processes.from_all(processes.share(count))
+    stem = subject.card.name.removesuffix(".json")
+    names = [f"{stem}.partial", *(f"{stem}_{number}.partial" for number in range(1, len(parts)))]
+    states = [subject.card.with_name(name) for name in names]
+    mine = processes.share(count)
+    state = states[parts.index(mine)]
     saved = subject.card.with_name(subject.card.name.removesuffix(".json") + "_adversarial.npz")
     with for_one_process(state):
         for path in (subject.card, saved):
             remove_leftovers(path)
         result = evaluate(
-            subject.model, images.test_x[:count], images.test_y[:count], attacks=attacks, eps=parse_eps(radius, norm),
+            subject.model, images.test_x[mine], images.test_y[mine], attacks=attacks, eps=parse_eps(radius, norm),
             norm=norm, seed=seed, batch_size=batch_size, audit=audit, keep_adversarial=save_adversarial,
-            state=state, identity=identity,
+            examples=torch.arange(count)[mine], state=state, identity=identity,
         )  # fmt: skip
-        if save_adversarial:
-            height, width, channels = images.test_x.shape[1:]
-            attacked = [name for name in result.broken_by if name != "clean"]
-            write_examples(saved, state, attacked, (channels, height, width))
-        card = make_card(result, subject, radius, environment, saved.name if save_adversarial else None)
-        write_card(subject.card, card)
-        if not save_adversarial:
-            saved.unlink(missing_ok=True)  # of an earlier card
+        result = merged(processes.from_all(result))
+
+        def write() -> dict[str, Any]:
+            if save_adversarial:
+                height, width, channels = images.test_x.shape[1:]
+                attacked = [name for name in result.broken_by if name != "clean"]
+                found = [(place, part.start) for place, part in zip(states, parts, strict=True)]
+                write_examples(saved, found, attacked, (channels, height, width))
+            card = make_card(result, subject, radius, environment, saved.name if save_adversarial else None)
+            write_card(subject.card, card)
+            if not save_adversarial:
+                saved.unlink(missing_ok=True)  # of an earlier card
+            return card
+
+        card = processes.from_first(write)
         discard(state)
     return card
 
@@ -136,13 +153,19 @@ def write_card(path: Path, card: dict[str, Any]) -> None:
         file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
-def write_examples(path: Path, state: Path, names: list[str], image_shape: tuple[int, ...]) -> None:
-    """`ATTACK_rows` and `ATTACK_x` (float32) for each attack, one piece in memory at a time."""
+def write_examples(
+    path: Path, states: list[tuple[Path, int]], names: list[str], image_shape: tuple[int, ...]
+) -> None:  # fmt: skip
+    """`ATTACK_rows` and `ATTACK_x` (float32) for each attack, one piece in memory at a time; from the states of
+    evaluations, each with the number of its first image."""
     with atomic(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name in names:
-            rows = np.concatenate([np.zeros(0, np.int64), *pieces(state, name, "rows")])
+            numbers = (piece + first for state, first in states for piece in pieces(state, name, "rows"))
+            rows = np.concatenate([np.zeros(0, np.int64), *numbers])
             _write_member(archive, f"{name}_rows.npy", rows.shape, rows.dtype, [rows])
-            points = (piece.astype(np.float32, copy=False) for piece in pieces(state, name, "points"))
+            points = (
+                piece.astype(np.float32, copy=False) for state, _ in states for piece in pieces(state, name, "points")
+            )
             _write_member(archive, f"{name}_x.npy", (len(rows), *image_shape), np.dtype(np.float32), points)
 
 

@@ -11,10 +11,12 @@ from typing import Any, NoReturn
 
 import click
 
+from moatlab import processes
 from moatlab.errors import Interrupted, RunFailed, UserError
 from moatlab.options import (
     data_dir_option,
     json_option,
+    on_option,
     print_file,
     print_json,
     recipe_options,
@@ -22,15 +24,16 @@ from moatlab.options import (
     trust_option,
 )
 from moatlab.publishing import report_command, reproduce_command
-from moatlab.recipe import Recipe, default_preset, make_recipe, slug
+from moatlab.recipe import Recipe, default_name, make_recipe
 
 COST_NAMES = ("forwards", "input_backwards", "weight_backwards", "double_backwards")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(version("moatlab"), prog_name="moat")
-@click.option("--debug", is_flag=True, help="Show a traceback where something goes wrong.")
-def cli(debug: bool) -> None:
+@click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback where something goes wrong.")
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Train robust image classifiers at single-step cost.
 
     \b
@@ -41,6 +44,8 @@ def cli(debug: bool) -> None:
     moat report RUN ...       a page to look at
     moat reproduce table2a    a table or figure of the paper
     """
+    if processes.launched() > 1 and context.invoked_subcommand not in ("train", "eval"):
+        raise UserError(f"torchrun is for moat train and moat eval; start moat {context.invoked_subcommand} by itself")
 
 
 @cli.command("train")
@@ -49,9 +54,12 @@ def cli(debug: bool) -> None:
 @running_options
 @click.option("--max-steps", type=click.IntRange(min=0), help="Stop after so many steps of the whole run.")
 @click.option("--checkpoint-every", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS")
+@click.option("--stream/--no-stream", default=None, help="Leave the images of a folder on the disk, and decode them "
+              "batch by batch  [default: where they would fill a quarter of the memory]")  # fmt: skip
 def train_command(
     method: str | None, preset: str | None, recipe_file: Path | None, out: Path | None, resume: bool, as_json: bool,
-    data_dir: Path | None, trust_model_code: bool, max_steps: int | None, checkpoint_every: float, **options: Any,
+    data_dir: Path | None, trust_model_code: bool, max_steps: int | None, checkpoint_every: float,
+    stream: bool | None, **options: Any,
 ) -> None:  # fmt: skip
     """Train METHOD: fgsm, fast, nfgsm, pgd:K, gradalign, kim, standard, moat:K, imoat:K1,K2,K3, or a cycle of stages
     such as "cutmix | fast | pgd:2>5>8".
@@ -66,8 +74,11 @@ def train_command(
     from moatlab.training import train
 
     record = train(
-        recipe, out, data_dir=data_dir, resume=resume, max_steps=max_steps, checkpoint_every=checkpoint_every
-    )
+        recipe, out, data_dir=data_dir, resume=resume, max_steps=max_steps, checkpoint_every=checkpoint_every,
+        stream=stream,
+    )  # fmt: skip
+    if not processes.is_first():
+        return
     page = out / "report.html"
     if record.final and not (page.exists() and page.stat().st_mtime >= (out / "run.json").stat().st_mtime):
         from moatlab.report.page import publish
@@ -129,9 +140,10 @@ def plan_command(
 @click.argument("methods", nargs=-1, required=True)
 @recipe_options()
 @running_options
+@on_option
 def compare_command(
     methods: tuple[str, ...], preset: str | None, recipe_file: Path | None, out: Path | None, resume: bool,
-    as_json: bool, data_dir: Path | None, trust_model_code: bool, **options: Any,
+    as_json: bool, data_dir: Path | None, trust_model_code: bool, on: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Train several METHODS by the same recipe: one table on the test images, one plot of PGD-7 accuracy."""
     options |= {"preset": preset, "file": recipe_file, "trust_model_code": trust_model_code}
@@ -139,7 +151,7 @@ def compare_command(
     epochs = max(recipe.epochs for recipe in recipes)  # step-wise, a cycle's default is 201 where others have 200
     recipes = [recipe.model_copy(update={"epochs": epochs}) for recipe in recipes]
     out = out or Path("runs") / f"compare_{default_name(recipes[0], preset, ' '.join(methods))}"
-    run_comparison(recipes, out, data_dir=data_dir, resume=resume, as_json=as_json)
+    run_comparison(recipes, out, data_dir=data_dir, resume=resume, as_json=as_json, on=on)
 
 
 @cli.command("demo")
@@ -156,10 +168,12 @@ def demo_command(seed: int, out: Path | None, as_json: bool) -> None:
     run_comparison(recipes, out, data_dir=None, resume=True, as_json=as_json)
 
 
-def run_comparison(recipes: list[Recipe], out: Path, *, data_dir: Path | None, resume: bool, as_json: bool) -> None:
+def run_comparison(
+    recipes: list[Recipe], out: Path, *, data_dir: Path | None, resume: bool, as_json: bool, on: str | None = None
+) -> None:
     from moatlab.sweep import compare
 
-    result = compare(recipes, out, data_dir=data_dir, resume=resume)
+    result = compare(recipes, out, data_dir=data_dir, resume=resume, on=on)
     if as_json:
         print_file(out / "compare.json")
         return
@@ -211,10 +225,13 @@ def eval_command(
         target, model=model, which=which, data=data, data_dir=data_dir, device=device,
         trust_model_code=trust_model_code,
     )  # fmt: skip
+    processes.connect()
     card = evaluate_subject(
         subject, attacks=["clean", *names], eps=eps, norm=norm, count=count, seed=seed, batch_size=batch_size,
         audit=audit, save_adversarial=save_adversarial,
     )  # fmt: skip
+    if not processes.is_first():
+        return
     if as_json:
         print_file(subject.card)
         return
@@ -248,6 +265,36 @@ def verify_command(card: Path, data_dir: Path | None, device: str, trust_model_c
             click.echo(failure)
     if failures:
         raise RunFailed(f"{card} does not hold: {len(failures)} failures")
+
+
+@cli.command("export")
+@click.argument("run", type=Path)
+@click.option("--format", "kind", type=click.Choice(["safetensors", "robustbench", "onnx"]), required=True)
+@click.option(
+    "--which", type=click.Choice(["last", "best"]), default="last", show_default=True, help="epoch of the run"
+)
+@click.option("--out", type=Path, help="The folder to write to  [default: RUN/export-FORMAT]")
+@data_dir_option
+@trust_option
+@json_option
+def export_command(
+    run: Path, kind: str, which: str, out: Path | None, data_dir: Path | None, trust_model_code: bool, as_json: bool
+) -> None:
+    """The model of RUN for other tools, with a model card (README.md).
+
+    \b
+    moat export runs/moat-2_mini_s0 --format safetensors    to share, or to put on a model hub
+    moat export runs/moat-2_cifar10_s0 --format robustbench
+    moat export runs/moat-2_mini_s0 --format onnx           checked with onnxruntime before it is kept
+    """
+    from moatlab.export import export
+
+    files = export(run, kind, out, which=which, data_dir=data_dir, trust_model_code=trust_model_code)
+    if as_json:
+        print_json({"format": kind, "files": [str(path) for path in files]})
+        return
+    for path in files:
+        click.echo(path)
 
 
 @cli.command("bench")
@@ -340,13 +387,6 @@ cli.add_command(reproduce_command)
 cli.add_command(report_command)
 
 
-def default_name(recipe: Recipe, preset: str | None, methods: str | None = None) -> str:
-    """`moat-2_mini_s0`: the method, the data (or mini's longer sister), the seed."""
-    preset = preset or default_preset(recipe.data)
-    where = preset if recipe.data == "mini" else Path(recipe.data).name
-    return f"{slug(methods or recipe.method)}_{slug(where)}_s{recipe.seed}"
-
-
 def main() -> NoReturn:
     """Run the command line and turn every ending into an exit code and at most one sentence."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
@@ -367,8 +407,9 @@ def main() -> NoReturn:
             message += ", continue by starting it again" + (
                 " with --resume" if {"train", "compare"} & {*arguments[:1]} else ""
             )
-        with suppress(OSError):
-            click.echo(f"moat: {' '.join(message.split())}", err=True)
+        if processes.may_speak():
+            with suppress(OSError):
+                click.echo(f"moat: {' '.join(message.split())}", err=True)
         if isinstance(error, Interrupted):
             sys.exit(128 + error.signal_number)
         sys.exit(2 if isinstance(error, UserError | click.ClickException) else 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moatlab import display
+from moatlab import display, processes
 from moatlab.checkpoint import Progress, load_checkpoint, save_checkpoint
 from moatlab.environment import describe_environment
 from moatlab.errors import Damaged, UserError
@@ -15,6 +15,16 @@ from moatlab.preparation import Session
 from moatlab.runfolder import RunFolder, RunRecord
 
 Good = dict[str, Tensor] | None  # the weights of the last good epoch, where a collapse may call for them
+
+
+def take_up(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
+    """Begin or go on, as the folder says. The first process reads and writes; the others get what it has."""
+    start = go_on if folder.checkpoints else begin
+    progress, good, scale = processes.from_first(lambda: (*start(session, folder), session.scaler.state_dict()))
+    session.scaler.load_state_dict(scale)
+    momentum = [state["momentum_buffer"] for state in session.optimizer.state.values()]
+    processes.copy_from_first([*session.model.parameters(), *session.model.buffers(), *momentum])
+    return progress, good
 
 
 def begin(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
@@ -82,4 +92,6 @@ def new_record(session: Session) -> RunRecord:
 
 
 def environment_of(session: Session) -> dict[str, Any]:
-    return describe_environment() | {"device": str(session.device), "precision": session.precision}
+    return describe_environment() | {
+        "device": str(session.device), "precision": session.precision, "processes": processes.count(),
+    }  # fmt: skip

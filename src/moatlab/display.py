@@ -12,9 +12,11 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from moatlab import processes
+
 PLAIN_LINE_SECONDS = 15.0
 
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not processes.is_first())
 
 
 def note(message: str, style: str | None = None) -> None:

@@ -103,6 +103,47 @@ def evaluate(
     return job.result(partial, settings)
 
 
+def merged(parts: Sequence[Evaluation]) -> Evaluation:
+    """One evaluation of a data set, from those of its parts in their order. What the red flags go by besides verdicts
+    was measured on the first images, which are in the first part."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    robust = {name: torch.cat([part.robust[name] for part in parts]) for name in first.robust}
+    broken_by = {name: [verdict for part in parts for verdict in part.broken_by[name]] for name in first.broken_by}
+    accuracy = {name: int(flags.sum()) / len(flags) for name, flags in robust.items()}
+    cost = {
+        name: {kind: sum(part.cost[name][kind] for part in parts) for kind in ("forwards", "gradients")}
+        | {"seconds": max(part.cost[name]["seconds"] for part in parts)}
+        for name in first.cost
+    }
+    starts = [sum(part.settings["images"] for part in parts[:number]) for number in range(len(parts))]
+    adversarial = {
+        name: [(rows + start, points) for part, start in zip(parts, starts, strict=True)
+               for rows, points in part.adversarial[name]]
+        for name in first.adversarial
+    }  # fmt: skip
+    return Evaluation(
+        attacks=first.attacks,
+        accuracy=accuracy,
+        robust=robust,
+        broken_by=broken_by,
+        cost=cost,
+        flags=redflags.judge(first.measured, accuracy, broken_by, audited(broken_by)),
+        measured=first.measured,
+        settings=first.settings | {"images": len(robust["clean"])},
+        adversarial=adversarial,
+    )
+
+
+def audited(broken_by: dict[str, list[str | None]]) -> tuple[int, int] | None:
+    """How many images the audit broke, of how many; None where there was none."""
+    if AUDIT not in broken_by:
+        return None
+    verdicts = [verdict for verdict in broken_by[AUDIT] if verdict != "before"]
+    return len(verdicts) - verdicts.count(None), len(verdicts)
+
+
 @contextmanager
 def own_generator(seed: int) -> Iterator[None]:
     """A randomised model draws from generators of its own inside; afterwards the global ones are as they were."""
@@ -299,13 +340,10 @@ class _Job:
         broken_by: dict[str, list[str | None]] = {
             "clean": ["clean" if wrong else None for wrong in self.clean_wrong.tolist()]
         }
-        audited: tuple[int, int] | None = None
         for name in self.names:
             meaning = [None, "before" if name == AUDIT else "clean", *self.members(name)]
             verdicts = self.verdicts[name]
-            if name == AUDIT:
-                audited = int((verdicts >= 2).sum()), int((verdicts != CLEAN).sum())
-            else:
+            if name != AUDIT:
                 robust[name] = verdicts == STANDING
             broken_by[name] = [meaning[verdict] for verdict in verdicts.tolist()]
         accuracy = {name: int(flags.sum()) / len(flags) for name, flags in robust.items()}
@@ -315,7 +353,7 @@ class _Job:
             robust=robust,
             broken_by=broken_by,
             cost=self.cost,
-            flags=redflags.judge(self.measured, accuracy, broken_by, audited),
+            flags=redflags.judge(self.measured, accuracy, broken_by, audited(broken_by)),
             measured=self.measured,
             settings=settings,
             adversarial=partial.found,

@@ -9,6 +9,9 @@ import os
 import pickletools
 import shutil
 import sys
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +22,10 @@ from moatlab.errors import Damaged, NotWritten, UserError
 
 SCHEMA = 1
 CHECKSUM = "checksum"
+UNREADABLE_ARRAYS = (
+    OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, MemoryError, SyntaxError, zipfile.BadZipFile,
+    zlib.error, tokenize.TokenError,
+)  # what numpy was seen to raise on damaged files  # fmt: skip
 LARGEST_MEMO, MOST_TUPLES = 10**6, 40_000  # in a pickle; honest ones have a few for each tensor, or image
 
 
@@ -185,6 +192,7 @@ def locked(folder: Path) -> Iterator[None]:
     import fcntl
 
     handle = os.open(folder, os.O_RDONLY)
+    HELD.add(handle)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,4 +202,18 @@ def locked(folder: Path) -> Iterator[None]:
             warn(f"{folder} can't be locked ({error.strerror}); let no second process work in it")
         yield
     finally:
+        HELD.discard(handle)
         os.close(handle)
+
+
+HELD: set[int] = set()  # handles of locks: a child that is forked off (to decode images) must not go on holding them
+
+
+def _let_go() -> None:
+    for handle in HELD:
+        os.close(handle)
+    HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)

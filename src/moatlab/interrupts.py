@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from moatlab import processes
 from moatlab.errors import Interrupted
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
@@ -27,12 +28,12 @@ class Caught:
 
 @contextmanager
 def signals_caught() -> Iterator[Caught]:
-    """Signals are noted, for the caller to act on between two steps; a second one does not wait. SIGHUP stays ignored
-    where nohup has said so."""
+    """Signals are noted, for the caller to act on between two steps; a second one does not wait (but torchrun passes
+    on what the terminal has sent already). SIGHUP stays ignored where nohup has said so."""
     caught = Caught()
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if caught.number is not None:
+        if caught.number is not None and processes.launched() == 1:
             raise KeyboardInterrupt
         caught.number = number
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from moatlab import display
+from torch import Tensor
+
+from moatlab import display, processes
 from moatlab.checkpoint import Progress
 from moatlab.preparation import Session
+from moatlab.recipe import Recipe
 from moatlab.runfolder import RunFolder
 
 ROW = "{:>5} {:<11} {:>7} {:>6} {:>6} {:>6} {:>6} {:>6} {:>7} {:>8}"
@@ -19,31 +22,51 @@ class Logbook:
     def __init__(self, folder: RunFolder, progress: Progress) -> None:
         self.folder, self.progress = folder, progress
         self.board: Any = None
-        if find_spec("tensorboard"):
+        if find_spec("tensorboard") and processes.is_first():
             from torch.utils.tensorboard import SummaryWriter
 
             self._to_board(lambda: setattr(self, "board", SummaryWriter(
                 str(folder.path), purge_step=progress.epochs_logged + 1)))  # fmt: skip
 
-    def epoch(self, line: dict[str, Any]) -> None:
-        """The one line of an epoch. What follows relies on it: if it can't be written, this raises."""
-        self.folder.append_metrics(line)
+    def epoch(self, line: dict[str, Any], examples: Sequence[Tensor] = ()) -> None:
+        """The one line of an epoch. What follows relies on it: if it can't be written, this raises.
+
+        `examples` are some images, and as many adversarial ones, for TensorBoard.
+        """
+        if processes.is_first():
+            self.folder.append_metrics(line)
+            self.progress.metrics_bytes = self.folder.metrics.stat().st_size
         self.progress.history.append(line)
-        self.progress.metrics_bytes = self.folder.metrics.stat().st_size
         percent = [f"{100 * line[name]:.1f}" for name in ("clean", "fgsm", "pgd7")]
         numbers = [f"{line['lr']:.4f}", f"{line['loss']:.3f}", *percent, f"{line['alignment']:.2f}"]
         work = [f"{line['passes']:g}", f"{line['train_seconds']:.1f}"]
         display.note(ROW.format(line["epoch"], line["stage"], *numbers, *work))
         if self.board:
-            self._to_board(lambda: [self.board.add_scalar(name, line[name], line["epoch"]) for name in SCALARS])
-            self._to_board(lambda: self.board.flush())
+            self._to_board(lambda: self._show(line, examples))
+
+    def _show(self, line: dict[str, Any], examples: Sequence[Tensor]) -> None:
+        number = line["epoch"]
+        for name in SCALARS:
+            self.board.add_scalar(name, line[name], number)
+        self.board.add_text("stage", line["stage"], number)
+        for name, images in zip(("images/plain", "images/pgd7"), examples, strict=False):
+            self.board.add_images(name, images, number)
+        self.board.flush()
+
+    def end(self, recipe: Recipe, measured: dict[str, float]) -> None:
+        """The recipe beside what it led to, as TensorBoard's hyperparameters."""
+        if self.board:
+            fields = {name: value for name, value in recipe if isinstance(value, str | int | float)}
+            results = {f"test/{name}": value for name, value in measured.items()}
+            self._to_board(lambda: self.board.add_hparams(fields, results, run_name="."))
 
     def event(self, name: str, message: str, **facts: Any) -> None:
         """Something that a person should know of, and find again later."""
         progress = self.progress
         line = {"event": name, "step": progress.step, "epochs": progress.epochs_logged, "message": message, **facts}
         display.warn(message)
-        self.folder.append_event(line)
+        if processes.is_first():
+            self.folder.append_event(line)
         progress.events.append(line)
         if self.board:
             self._to_board(lambda: self.board.add_text("events", message, progress.epochs_logged))

@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from moatlab import processes
 from moatlab.attacks import Probe, pgd
-from moatlab.attacks.first_order import uniform
-from moatlab.attacks.geometry import ball
+from moatlab.attacks.first_order import uniform_in_ball
+from moatlab.attacks.geometry import Norm, project, steepest
 from moatlab.attacks.probe import evaluating
 from moatlab.data.batches import as_floats
 from moatlab.precision import full_precision
@@ -18,6 +19,7 @@ from moatlab.randomness import generator
 from moatlab.stages import misalignment
 
 BATCH = 250
+SHOWN = 8  # images that may be kept to be looked at
 PASSES = 9.5  # 11 forwards and 8 input-backwards for an image
 LOW = 0.05  # pgd7 accuracy that is none
 GAP = 0.10  # of fgsm over pgd7 accuracy
@@ -30,37 +32,45 @@ def measure(
     y: Tensor,
     *,
     eps: float,
+    norm: Norm = "linf",
     seed: int,
     tick: Callable[[int], None] = lambda _: None,
+    keep: list[Tensor] | None = None,
 ) -> dict[str, float]:
     """Accuracies as fractions, in eval mode: `clean`; `fgsm`, one step of eps from x; `pgd7`, seven steps of eps/4
     from one random start, the last iterate. The starts depend on the seed and the image only, so that two epochs,
-    and two methods, are compared on the same ones. `tick` hears of the images done, and may raise.
+    and two methods, are compared on the same ones. `tick` hears of the images done, and may raise. `keep` gets
+    the first images, and then what PGD-7 made of them.
 
     `alignment` is the mean cosine of the loss's gradients at x and at that start (Andriushchenko and Flammarion, 2020):
     where it is near 0 the loss is bent within the ball, and one step along the gradient at x says nothing. Both
     gradients are needed anyway.
+
+    Connected processes, each with all of the images, share the work; each gets the whole result.
     """
     probe = Probe(model)
     right = torch.zeros(3, dtype=torch.int64, device=y.device)
     misaligned = torch.zeros((), device=y.device)
     with evaluating(model), full_precision():
-        for block, begin in enumerate(range(0, len(y), BATCH)):
+        blocks = range(0, len(y), BATCH)
+        for begin in blocks[processes.share(len(blocks))]:
             images, labels = as_floats(x[begin : begin + BATCH]), y[begin : begin + BATCH]
-            draws = generator(seed, "monitor", block, device=y.device)
-            low, high = ball(images, eps)
-            start = torch.clamp(images + uniform(images, eps, draws), low, high)
+            draws = generator(seed, "monitor", begin // BATCH, device=y.device)
+            start = project(images + uniform_in_ball(images, eps, norm, draws), images, eps, norm)
             gradient, _logits = probe.gradient(images, labels)
             gradient_at_start, _logits = probe.gradient(start, labels)
             misaligned += len(labels) * misalignment(gradient, gradient_at_start)
-            stepped = torch.clamp(images + eps * gradient.sign(), low, high)
-            first = start + eps / 4 * gradient_at_start.sign()
-            iterated = pgd(probe, images, labels, eps=eps, step_size=eps / 4, steps=6, start=first)
+            stepped = project(images + eps * steepest(gradient, norm), images, eps, norm)
+            first = start + eps / 4 * steepest(gradient_at_start, norm)
+            iterated = pgd(probe, images, labels, eps=eps, step_size=eps / 4, steps=6, norm=norm, start=first)
             for kind, examples in enumerate((images, stepped, iterated)):
                 right[kind] += (probe.logits(examples).argmax(1) == labels).sum()
+            if keep is not None and not keep:
+                keep += [images[:SHOWN].cpu(), iterated[:SHOWN].cpu()]
             tick(begin + len(labels))
-    clean, single, multi = (count / len(y) for count in right.tolist())
-    return {"clean": clean, "fgsm": single, "pgd7": multi, "alignment": 1 - misaligned.item() / len(y)}
+    clean, single, multi = (count / len(y) for count in processes.summed(right).tolist())
+    alignment = 1 - processes.summed(misaligned).item() / len(y)
+    return {"clean": clean, "fgsm": single, "pgd7": multi, "alignment": alignment}
 
 
 def collapsed_at(checks: Sequence[tuple[int, float]]) -> int | None:

@@ -20,6 +20,9 @@ data_dir_option = click.option(
 trust_option = click.option(
     "--trust-model-code", is_flag=True, help="Import the module that a file names as its model: it can run anything."
 )
+on_option = click.option(
+    "--on", metavar="ray[:ADDRESS]", help="Give each run to a Ray cluster: one of this machine, or that at ADDRESS."
+)
 
 
 Command = Callable[..., Any]

@@ -6,9 +6,6 @@ import hashlib
 import io
 import shutil
 import time
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,12 +16,8 @@ import torch
 from torch import Tensor
 
 from moatlab.errors import Damaged, UserError
-from moatlab.files import atomic, locked, read_json, write_json
+from moatlab.files import UNREADABLE_ARRAYS, atomic, locked, read_json, write_json
 
-UNREADABLE_ARRAYS = (
-    OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, MemoryError, SyntaxError, zipfile.BadZipFile,
-    zlib.error, tokenize.TokenError,
-)  # what numpy was seen to raise on damaged files  # fmt: skip
 SAVE_SECONDS = 2.0  # between two writes; what was done since the last one is done again after a kill
 
 

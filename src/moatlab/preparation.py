@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moatlab import processes
 from moatlab.attacks.probe import evaluating
 from moatlab.data import Images, load_images
 from moatlab.data.batches import Batches, as_floats
@@ -20,6 +21,7 @@ from moatlab.models.weights import read_weights, set_weights
 from moatlab.precision import Autocast, choose_precision
 from moatlab.randomness import generator, key
 from moatlab.recipe import Recipe, is_device
+from moatlab.stages import Context
 
 TRAIN_SAMPLE = 1000  # training images watched where none are held out
 
@@ -39,6 +41,7 @@ class Session:
     model: nn.Module
     precision: str
     trained_model: nn.Module  # the same, in the precision that it is trained in
+    forward: nn.Module  # and that again, with gradients averaged over all processes; the trained loss goes through it
     optimizer: torch.optim.SGD
     scaler: torch.amp.GradScaler  # keeps gradients in the range of fp16; does nothing otherwise
     description: dict[str, Any]  # goes into the model's file: enough to rebuild the model and to know its threat model
@@ -57,14 +60,24 @@ class Session:
         return self.recipe.epochs * self.steps_per_epoch
 
 
-def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) -> Session:
+def prepare(
+    recipe: Recipe,
+    data_dir: str | Path | None,
+    *,
+    continuing: bool,
+    stream: bool | None = None,
+    images: Images | None = None,
+    model: nn.Module | None = None,
+) -> Session:
+    """`images` and `model` are the user's own, where the recipe only names them."""
     device = choose_device(recipe.device)
-    images = load_images(recipe.data, data_dir)
+    images = images or load_images(recipe.data, data_dir, stream=stream)
     batches, watched_x, watched_y = split(images, recipe, device)
     classes = len(images.classes)
     arguments = model_arguments(recipe, images)
     torch.manual_seed(key(recipe.seed, "initial weights"))
-    model = build_model(recipe.model, classes=classes, arguments=arguments)
+    if model is None:
+        model = build_model(recipe.model, classes=classes, arguments=arguments)
     if recipe.init and not continuing:
         set_weights(model, read_weights(recipe.init)[0], recipe.init)
     with users_code(f"--model {recipe.model} can't be moved to {device}"):
@@ -72,7 +85,7 @@ def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) ->
     model.train()
     precision = choose_precision(recipe.precision, device)
     trained_model = model if precision == "fp32" else Autocast(model, precision)
-    check_model(trained_model, recipe, as_floats(batches.x[:2]), classes)
+    check_model(trained_model, recipe, as_floats(watched_x[:1]).expand(2, -1, -1, -1), classes)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=recipe.lr,
@@ -88,7 +101,7 @@ def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) ->
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     description = {
         "model": recipe.model, "arguments": arguments, "classes": classes, "class_names": list(images.classes),
-        "image_shape": list(images.train_x.shape[1:]), "eps": recipe.eps, "norm": "linf",
+        "image_shape": list(images.train_x.shape[1:]), "eps": recipe.eps, "norm": recipe.norm,
         "method": str(recipe.parsed_method), "data": images.name, "data_sha256": images.sha256,
     }  # fmt: skip
     return Session(
@@ -103,10 +116,21 @@ def prepare(recipe: Recipe, data_dir: str | Path | None, *, continuing: bool) ->
         model,
         precision,
         trained_model,
+        processes.sharing_gradients(trained_model, device),
         optimizer,
         scaler,
         description,
     )
+
+
+def context_of(session: Session, step: int) -> Context:
+    """What a stage is given beside the batch of a step."""
+    recipe = session.recipe
+    draws = generator(recipe.seed, "stage", step, device=session.device)
+    return Context(
+        session.trained_model, session.forward, recipe.eps_value, draws, len(session.images.classes),
+        recipe.bn_in_attack, recipe.norm,
+    )  # fmt: skip
 
 
 def choose_device(name: str) -> torch.device:
@@ -114,6 +138,10 @@ def choose_device(name: str) -> torch.device:
         raise UserError(f"--device {name}: should be auto, cpu, cuda, cuda:1 or mps")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and processes.launched() > 1:
+        if name != "cuda":
+            raise UserError(f"--device {name}: several processes take a GPU each; use --device cuda")
+        name = f"cuda:{processes.number_on_this_machine()}"
     device = torch.device(name)
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= counts[device.type]:
@@ -132,14 +160,23 @@ def split(images: Images, recipe: Recipe, device: torch.device) -> tuple[Batches
             f"--batch-size {recipe.batch_size} is larger than the data: {recipe.data} has {len(images.train_y)} "
             f"training images, of which {recipe.holdout} are held out"
         )
-    x, y = images.train_x.to(device), images.train_y.to(device)
-    batches = Batches(x[:count], y[:count], recipe.batch_size, recipe.augment, recipe.seed)
-    if recipe.monitor == "holdout":
-        return batches, x[count:], y[count:]
+    if recipe.batch_size % processes.count():
+        raise UserError(
+            f"--batch-size {recipe.batch_size} can't be shared equally by {processes.count()} processes; "
+            f"choose a multiple of {processes.count()}"
+        )
+    y = images.train_y.to(device)
+    x = images.train_x.to(device) if isinstance(images.train_x, Tensor) else images.train_x
+    trained = x[:count] if isinstance(x, Tensor) else x.part(range(count))
+    batches = Batches(trained, y[:count], recipe.batch_size, recipe.augment, recipe.seed)
     if recipe.monitor == "test":
         return batches, images.test_x.to(device), images.test_y.to(device)
-    sample = torch.randperm(count, generator=generator(0, "watched training images"))[:TRAIN_SAMPLE].to(device)
-    return batches, x[sample], y[sample]
+    watched = torch.arange(count, len(y))
+    if recipe.monitor == "train":
+        watched = torch.randperm(count, generator=generator(0, "watched training images"))[:TRAIN_SAMPLE]
+    if isinstance(x, Tensor):
+        return batches, x[watched.to(device)], y[watched.to(device)]
+    return batches, x.part(watched.tolist()).in_memory().to(device), y[watched.to(device)]
 
 
 def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
@@ -149,10 +186,8 @@ def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
     std = recipe.std or images.std
     if len(std) != len(images.std):
         raise UserError(f"--std has {len(std)} numbers; the images of {recipe.data} have {len(images.std)} channels")
-    return {
-        "width": recipe.width, "shortcut": recipe.shortcut, "final_norm": recipe.final_norm,
-        "mean": list(images.mean), "std": list(std),
-    }  # fmt: skip
+    variant = {} if recipe.model == "resnet18" else {"shortcut": recipe.shortcut, "final_norm": recipe.final_norm}
+    return {"width": recipe.width, **variant, "mean": list(images.mean), "std": list(std)}
 
 
 def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int) -> None:
@@ -162,9 +197,10 @@ def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int) 
     images_of = f"images of shape {tuple(images.shape[1:])}"
     with users_code(f"--model {recipe.model} can't take {images_of}"), torch.no_grad(), evaluating(model):
         output = model(images.expand(2, *images.shape[1:]))
-    in_batches = f"{images_of} in batches of {recipe.batch_size}"
+    size = recipe.batch_size // processes.count()
+    in_batches = f"{images_of} in batches of {size}"
     with users_code(f"--model {recipe.model} can't train on {in_batches}"), torch.no_grad():
-        copy.deepcopy(model)(images[: recipe.batch_size])  # a copy, because BatchNorm would learn from it
+        copy.deepcopy(model)(images[:size])  # a copy, because BatchNorm would learn from it
     shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if shape != (2, classes):
         raise UserError(f"--model {recipe.model} returns {shape} for two images; {classes} classes need {(2, classes)}")

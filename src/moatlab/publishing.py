@@ -8,7 +8,15 @@ from typing import Any
 
 import click
 
-from moatlab.options import data_dir_option, json_option, print_file, print_json, recipe_options, trust_option
+from moatlab.options import (
+    data_dir_option,
+    json_option,
+    on_option,
+    print_file,
+    print_json,
+    recipe_options,
+    trust_option,
+)
 from moatlab.paper import experiment
 
 
@@ -23,12 +31,13 @@ from moatlab.paper import experiment
 @click.option("--known", type=Path, multiple=True, metavar="FILE", help="a result of before: its runs are not repeated")
 @click.option("--yes", is_flag=True, help="Start also what takes days.")
 @click.option("--out", type=Path, help="The sweep's folder  [default: runs/reproduce_PRESET_DATA_SCHEDULE]")
+@on_option
 @data_dir_option
 @json_option
 def reproduce_command(
     name: str, preset: str, recipe_file: Path | None, seeds: int, methods: tuple[str, ...], images: int | None,
-    aa_images: int | None, plan: bool, known: tuple[Path, ...], yes: bool, out: Path | None, data_dir: Path | None,
-    as_json: bool, **options: Any,
+    aa_images: int | None, plan: bool, known: tuple[Path, ...], yes: bool, out: Path | None, on: str | None,
+    data_dir: Path | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """A table or figure of the paper, trained, evaluated and set beside the paper's numbers; and its claims, checked.
 
@@ -58,7 +67,7 @@ def reproduce_command(
             click.echo(f"{row['run']:<28}{row['epochs']:>5} epochs{row['passes']:>9g} passes   {row['method']}")
         click.echo(f"{len(sweep.jobs)} runs, {sweep.passes:g} passes over the training set, into {out}")
         return
-    result = reproduce(sweep, out, data_dir=data_dir, known=list(known), yes=yes)
+    result = reproduce(sweep, out, data_dir=data_dir, known=list(known), yes=yes, on=on)
     if as_json:
         print_file(out / f"{name}.json")
         return

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from moatlab import processes
 from moatlab.errors import UserError, needs_trust
 from moatlab.files import SCHEMA, read_whole
 from moatlab.methods import Method, parse_method
@@ -23,10 +23,16 @@ from moatlab.methods import Method, parse_method
 
 class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+    # Fields of later versions, and what earlier ones did. Where a recipe says the same, its checksum does not tell, so
+    # that the runs of earlier versions are known, and go on.
+    later: ClassVar[dict[str, Any]] = {"norm": "linf"}
 
     method: str = Field(description="what to train with, for example moat:2")
     data: str = Field(description="mini, cifar10, cifar100, or a folder with train/CLASS/*.png and test/CLASS/*.png")
-    model: str = Field(description="preact_resnet18, or package.module:factory for your own")
+    model: str = Field(
+        description="preact_resnet18, preact_resnet34, preact_resnet50, resnet18, wide_resnet28_10, wide_resnet34_10, "
+        "or package.module:factory for your own"
+    )
     # Below one vector of channels, oneDNN's kernels are slow and (see PreActBlock) not to be trusted.
     width: int = Field(description="channels of the first block (64 in the paper)", ge=8, le=1024)
     shortcut: Literal["activated", "raw"] = Field(
@@ -40,7 +46,8 @@ class Recipe(BaseModel):
     init: str | None = Field(default=None, description="start from the weights in this run or .safetensors file")
     schedule: Literal["cyclic", "stepwise"] = Field(description="the learning rate's course")
     epochs: int = Field(description="passes over the training images", ge=1, le=100_000)
-    eps: str = Field(description="radius of the L-inf ball, in pixels scaled to [0,1], for example 8/255")
+    eps: str = Field(description="radius of the ball, in pixels scaled to [0,1], for example 8/255")
+    norm: Literal["linf", "l2"] = Field(default="linf", description="the norm of the ball that attacks search")
     lr: float = Field(description="highest learning rate", gt=0, allow_inf_nan=False)
     momentum: float = Field(description="momentum of SGD", ge=0, lt=1)
     weight_decay: float = Field(description="weight decay of SGD, on all parameters", ge=0, allow_inf_nan=False)
@@ -83,9 +90,13 @@ class Recipe(BaseModel):
 
     @field_validator("eps")
     @classmethod
-    def _eps_is_a_radius(cls, text: str) -> str:
-        parse_eps(text)
+    def _eps_without_spaces(cls, text: str) -> str:
         return text.strip()
+
+    @model_validator(mode="after")
+    def _eps_is_a_radius(self) -> Recipe:
+        parse_eps(self.eps, self.norm)
+        return self
 
     @field_validator("device")
     @classmethod
@@ -112,13 +123,14 @@ class Recipe(BaseModel):
 
     @property
     def eps_value(self) -> float:
-        return parse_eps(self.eps)
+        return parse_eps(self.eps, self.norm)
 
     @property
     def setting(self) -> str:
         """The conditions of a result in one line; BatchNorm's mode is among them because the outcome can hang on it."""
         return (
-            f"{self.data}, {self.model} width {self.width}, eps {self.eps} (L-inf), {self.epochs} epochs, "
+            f"{self.data}, {self.model} width {self.width}, eps {self.eps} ({NORM_NAMES[self.norm]}), "
+            f"{self.epochs} epochs, "
             f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
             f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
             + (f", {self.precision}" if self.precision not in ("auto", "fp32") else "")
@@ -138,11 +150,15 @@ class Recipe(BaseModel):
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(self.to_toml().encode()).hexdigest()
+        unchanged = {name for name, value in self.later.items() if getattr(self, name) == value}
+        return hashlib.sha256(self.to_toml(without=unchanged).encode()).hexdigest()
 
-    def to_toml(self) -> str:
-        fields = self.model_dump(mode="json", exclude_none=True)
+    def to_toml(self, without: set[str] | None = None) -> str:
+        fields = self.model_dump(mode="json", exclude_none=True, exclude=without)
         return tomli_w.dumps({"schema": SCHEMA, **fields})
+
+
+NORM_NAMES = {"linf": "L-inf", "l2": "L2"}
 
 
 def is_device(text: str) -> bool:
@@ -213,11 +229,13 @@ def make_recipe(
     preset = preset or default_preset(layers.get("data"))
     if preset not in PRESETS:
         raise UserError(f"there is no preset '{preset}'; known are {', '.join(PRESETS)}")
-    fields = PRESETS[preset] | layers
+    fields = PRESETS[preset] | ({"eps": "128/255"} if layers.get("norm") == "l2" else {}) | layers
     for name in ("method", "then"):
         if isinstance(fields.get(name), str):
             fields[name] = re.sub(r"\bgradalign\b(?!\s*:)", _GRADALIGN[preset], fields[name])
-    fields.setdefault("threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    if str(fields["model"]).startswith("wide_resnet") and "width" not in layers:
+        fields["width"] = int(fields["width"]) * 5 // 2  # ten times its stem of 16, where others have 64
+    fields.setdefault("threads", processes.cores())
     fields.setdefault("monitor", "holdout" if str(fields["holdout"]) != "0" else "train")
     fields.setdefault("epochs", _paper_epochs(fields))
     recipe = _validated(fields)
@@ -289,3 +307,10 @@ def load_recipe(path: Path) -> Recipe:
 def slug(text: str) -> str:
     """A spec or a path as part of a folder's name: `imoat:2,5,8` -> `imoat-2-5-8`."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.") or "run"
+
+
+def default_name(recipe: Recipe, preset: str | None, methods: str | None = None) -> str:
+    """`moat-2_mini_s0`: the method, the data (or mini's longer sister), the seed."""
+    preset = preset or default_preset(recipe.data)
+    where = preset if recipe.data == "mini" else Path(recipe.data).name
+    return f"{slug(methods or recipe.method)}_{slug(where)}_s{recipe.seed}"

@@ -13,6 +13,7 @@ from moatlab import display
 from moatlab.data import KNOWN_SIZES
 from moatlab.errors import NotWritten, RunFailed, UserError
 from moatlab.paper import COLUMNS, EXPERIMENTS, Experiment, Row
+from moatlab.pool import each
 from moatlab.recipe import Recipe, make_recipe, slug
 
 # Test images for all attacks, and for AutoAttack; None is all of them.
@@ -143,18 +144,17 @@ def describe_plan(sweep: Sweep, out: Path) -> dict[str, Any]:
 
 
 def reproduce(
-    sweep: Sweep, out: Path, *, data_dir: Path | None = None, known: list[Path] | None = None, yes: bool = False
-) -> dict[str, Any]:
+    sweep: Sweep, out: Path, *, data_dir: Path | None = None, known: list[Path] | None = None, yes: bool = False,
+    on: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Train and evaluate what is missing, and return (and write) the result. Ends with RunFailed, after all the others,
     if a run failed."""
-    from moatlab.models import users_code
-    from moatlab.outcomes import evaluate_run, read_outcomes
+    from moatlab.outcomes import read_outcomes
     from moatlab.report.page import write_report
     from moatlab.report.plots import plot_result
     from moatlab.results import make_result, write_result
     from moatlab.runfolder import RunFolder
     from moatlab.tables import for_page
-    from moatlab.training import train
 
     for job in sweep.jobs:
         RunFolder(out / job.name).check(job.recipe, resume=True)
@@ -163,21 +163,22 @@ def reproduce(
     missing = [job for job in sweep.jobs if job not in outcomes]
     failures: list[dict[str, str]] = []
     pace = _announce(sweep, missing, out, data_dir, yes=yes) if missing else None
-    for number, job in enumerate(missing):
-        try:
-            train(job.recipe, out / job.name, data_dir=data_dir, resume=True)
-            with users_code(f"{job.name} can't be evaluated", RunFailed):
-                outcomes[job] = evaluate_run(
-                    out / job.name, job.recipe, images=sweep.images, aa_images=sweep.aa_images, data_dir=data_dir
-                )
-        except NotWritten:
-            raise  # the disk is full: the others could not be written either
-        except (RunFailed, UserError) as error:
-            failures.append({"run": str(out / job.name), "message": str(error)})
-            display.warn(f"{job.name} failed: {error}; going on with the others")
-        if pace and number + 1 < len(missing):
-            left = pace.eta(sum(map(sweep.work, missing[: number + 1])))
-            display.note(f"{number + 1} of {len(missing)} runs done, about {left} left\n")
+    first = sweep.jobs[0].recipe
+    tasks = [(job.recipe, (out / job.name).absolute(), sweep.images, sweep.aa_images, data_dir) for job in missing]
+    done: list[Job] = []
+    for number, outcome in each(_carry_out, tasks, on, threads=first.threads, gpus=first.device != "cpu"):
+        job = missing[number]
+        if isinstance(outcome, NotWritten):
+            raise outcome  # the disk is full: the others could not be written either
+        if isinstance(outcome, Exception):
+            failures.append({"run": str(out / job.name), "message": str(outcome)})
+            display.warn(f"{job.name} failed: {outcome}; going on with the others")
+        else:
+            outcomes[job] = outcome
+        done.append(job)
+        if pace and len(done) < len(missing):
+            left = pace.eta(sum(map(sweep.work, done)))
+            display.note(f"{len(done)} of {len(missing)} runs done, about {left} left\n")
     result = make_result(
         sweep.experiment, sweep.rows, {(job.row, job.recipe.seed): outcome for job, outcome in outcomes.items()},
         others=_others(sweep, out, before), failures=failures,
@@ -199,6 +200,19 @@ def reproduce(
             f"{failures[0]['message']}; what the others gave is in {out}"
         )
     return result
+
+
+def _carry_out(
+    recipe: Recipe, folder: Path, images: int | None, aa_images: int | None, data_dir: Path | None
+) -> dict[str, Any]:
+    """One run: trained, and evaluated."""
+    from moatlab.models import users_code
+    from moatlab.outcomes import evaluate_run
+    from moatlab.training import train
+
+    train(recipe, folder, data_dir=data_dir, resume=True)
+    with users_code(f"{folder.name} can't be evaluated", RunFailed):
+        return evaluate_run(folder, recipe, images=images, aa_images=aa_images, data_dir=data_dir)
 
 
 def _announce(
@@ -229,9 +243,8 @@ def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> t
     import torch
 
     from moatlab.methods import Stage
-    from moatlab.preparation import prepare
-    from moatlab.randomness import generator
-    from moatlab.stages import Context, stage_loss
+    from moatlab.preparation import context_of, prepare
+    from moatlab.stages import stage_loss
 
     threads = torch.get_num_threads()
     torch.set_num_threads(recipe.threads)
@@ -244,13 +257,10 @@ def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> t
                     f"the whole; name a folder that holds it with --data-dir, get it by moat data get {recipe.data}, "
                     "or use --preset small"
                 )
-            model, taken = session.trained_model, []
+            taken = []
             for step in range(STEPS + 1):
                 begun = time.perf_counter()
-                draws = generator(recipe.seed, "stage", step, device=session.device)
-                classes = len(session.images.classes)
-                context = Context(model, model, recipe.eps_value, draws, classes, recipe.bn_in_attack)
-                loss = stage_loss(Stage("fgsm"), context, *session.batches.at(step))
+                loss = stage_loss(Stage("fgsm"), context_of(session, step), *session.batches.at(step))
                 loss.backward()  # type: ignore[no-untyped-call]
                 session.optimizer.step()
                 loss.item()  # waits for the device

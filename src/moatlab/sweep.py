@@ -8,25 +8,33 @@ from typing import Any
 from moatlab import display
 from moatlab.errors import UserError
 from moatlab.files import write_json
+from moatlab.pool import each
 from moatlab.recipe import Recipe, slug
-from moatlab.runfolder import RunFolder
+from moatlab.runfolder import RunFolder, RunRecord
 from moatlab.training import train
 
 
 def compare(
-    recipes: list[Recipe], out: str | Path, *, data_dir: Path | None = None, resume: bool = False
-) -> dict[str, Any]:
+    recipes: list[Recipe], out: str | Path, *, data_dir: Path | None = None, resume: bool = False,
+    on: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Train each recipe into a folder of its own below `out`; return (and write to `compare.json`) their test
-    accuracies, costs and collapses side by side, with a plot of PGD-7 accuracy over the epochs."""
+    accuracies, costs and collapses side by side, with a plot of PGD-7 accuracy over the epochs. `on` says where they
+    are trained: see `pool.each`."""
     out = Path(out)
     folders = {slug(recipe.method): recipe for recipe in recipes}
     if len(folders) < len(recipes):
         raise UserError("each method can be named once")
     for name, recipe in folders.items():
         RunFolder(out / name).check(recipe, resume=resume)
+    jobs = [(recipe, (out / name).absolute(), data_dir, resume) for name, recipe in folders.items()]
+    for _, record in each(_train, jobs, on, threads=recipes[0].threads, gpus=recipes[0].device != "cpu"):
+        if isinstance(record, Exception):
+            raise record
+        display.note("")
     rows, histories, events = [], {}, {}
-    for name, recipe in folders.items():
-        record = train(recipe, out / name, data_dir=data_dir, resume=resume)
+    for name in folders:
+        record = RunFolder(out / name).read_record()
         assert record.final is not None
         rows.append({
             "method": record.method, **record.final, "passes": record.counted["passes"],
@@ -35,7 +43,6 @@ def compare(
         })  # fmt: skip
         histories[record.method] = RunFolder(out / name).read_metrics()
         events[record.method] = [event for event in RunFolder(out / name).read_events() if "epoch" in event]
-        display.note("")
     from moatlab.report.page import publish
     from moatlab.report.plots import plot_pgd7
 
@@ -47,3 +54,7 @@ def compare(
     runs = [out / name for name in folders]
     publish(runs, out / "report.html", data_dir=data_dir, trust_model_code=first.names_code)
     return result
+
+
+def _train(recipe: Recipe, folder: Path, data_dir: Path | None, resume: bool) -> RunRecord:
+    return train(recipe, folder, data_dir=data_dir, resume=resume)

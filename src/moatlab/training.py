@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moatlab import display
+from moatlab import display, processes
 from moatlab.attacks.meter import Meter
 from moatlab.checkpoint import save_model
-from moatlab.continuation import begin, go_on, keep_progress, new_record
+from moatlab.continuation import keep_progress, new_record, take_up
+from moatlab.data import Images
 from moatlab.environment import keep_freed_memory
-from moatlab.errors import Interrupted, NotWritten, RunFailed
+from moatlab.errors import Interrupted, NotWritten, RunFailed, UserError
 from moatlab.guards import Guard
 from moatlab.interrupts import Caught, signals_caught
 from moatlab.logbook import Logbook, announce
@@ -24,12 +25,12 @@ from moatlab.models import users_code
 from moatlab.monitor import PASSES as MONITOR_PASSES
 from moatlab.monitor import collapsed_at, judge, measure
 from moatlab.precision import full_precision, same_bits
-from moatlab.preparation import Session, prepare
-from moatlab.randomness import generator, key
+from moatlab.preparation import Session, context_of, prepare
+from moatlab.randomness import key
 from moatlab.recipe import Recipe
 from moatlab.runfolder import RunFolder, RunRecord
 from moatlab.schedules import SCHEDULES
-from moatlab.stages import Context, stage_loss
+from moatlab.stages import stage_loss
 
 
 def train(
@@ -40,36 +41,46 @@ def train(
     resume: bool = False,
     max_steps: int | None = None,
     checkpoint_every: float = 600.0,
+    stream: bool | None = None,
+    images: Images | None = None,
+    model: nn.Module | None = None,
 ) -> RunRecord:
     """Train a model by a recipe into the folder `out`, and return the run's record.
 
     With `resume` a run that was stopped goes on, to the same bits as one that never stopped; a finished one is left
-    alone. `max_steps` stops the run early, counted from its first step, as ctrl-C would.
+    alone. `max_steps` stops the run early, counted from its first step, as ctrl-C would. Processes that torchrun
+    started train it together; what it starts anew goes on from the last checkpoint. `stream` leaves the images of a
+    folder on the disk; `images` and `model` are the user's own, which the recipe names.
     """
-    folder = RunFolder(Path(out))
-    folder.check(recipe, resume=resume)
-    if resume and (finished := folder.finished_record(recipe)):
+    folder, resume = RunFolder(Path(out)), resume or processes.restarts() > 0
+    processes.connect()
+    if len(set(processes.from_all((recipe.sha256, max_steps)))) > 1:
+        raise UserError("the processes were given different recipes; start all of them by the same command")
+    processes.from_first(lambda: folder.check(recipe, resume=resume))
+    finished = processes.from_first(lambda: folder.finished_record(recipe) if resume else None)
+    if finished:
         display.note(f"{folder.path} is already finished")
         return finished
     keep_freed_memory()
     if recipe.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
-    threads = torch.get_num_threads()
-    torch.set_num_threads(recipe.threads)
-    try:
-        with torch.random.fork_rng():
-            session = prepare(recipe, data_dir, continuing=bool(folder.checkpoints))
-            last_step = session.total_steps if max_steps is None else min(max_steps, session.total_steps)
-            reproducible = recipe.deterministic or session.device.type == "cpu"
-            with (
-                full_precision() if session.precision == "fp32" else nullcontext(),
-                same_bits(strict=recipe.deterministic) if reproducible else nullcontext(),
-                folder.for_one_process(),
-            ):
-                folder.check(recipe, resume=resume)  # again: until now another process may have worked here
-                return Run(session, folder).until(last_step, checkpoint_every)
-    finally:
-        torch.set_num_threads(threads)
+    with ExitStack() as inside:
+        inside.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(recipe.threads)
+        inside.enter_context(torch.random.fork_rng())
+        session = prepare(
+            recipe, data_dir, continuing=bool(folder.checkpoints), stream=stream, images=images, model=model
+        )
+        inside.callback(session.batches.close)
+        if session.precision == "fp32":
+            inside.enter_context(full_precision())
+        if recipe.deterministic or session.device.type == "cpu":
+            inside.enter_context(same_bits(strict=recipe.deterministic))
+        processes.from_first(lambda: inside.enter_context(folder.for_one_process()))
+        # Once more: until now another process may have worked here.
+        processes.from_first(lambda: folder.check(recipe, resume=resume))
+        last_step = session.total_steps if max_steps is None else min(max_steps, session.total_steps)
+        return Run(session, folder).until(last_step, checkpoint_every)
 
 
 class Run:
@@ -77,7 +88,7 @@ class Run:
 
     def __init__(self, session: Session, folder: RunFolder) -> None:
         self.session, self.folder = session, folder
-        self.progress, self.good = (go_on if folder.checkpoints else begin)(session, folder)
+        self.progress, self.good = take_up(session, folder)
         self.record = new_record(session)
         self.meter = Meter()
         self.guard = Guard(session)
@@ -123,12 +134,13 @@ class Run:
             if progress.step == (progress.epochs_logged + 1) * session.steps_per_epoch:
                 self.end_epoch()
                 saved_at = time.monotonic()
+            self.caught.number = processes.highest(self.caught.number or 0) or None  # all stop at the same step
             self.caught.raise_if_any()
             if progress.step >= last_step or progress.stopped:
                 break
             self.step()
             self.show_progress()
-            if time.monotonic() - saved_at >= checkpoint_every:
+            if processes.highest(time.monotonic() - saved_at >= checkpoint_every):
                 self.save_if_possible()
                 saved_at = time.monotonic()
         if progress.step == session.total_steps or progress.stopped:
@@ -151,19 +163,20 @@ class Run:
         begun = time.perf_counter()
         stage = self.stage_at(step)
         x, y = session.batches.at(step)
-        torch.manual_seed(key(recipe.seed, "inside the model", step))  # dropout and the like
-        draws = generator(recipe.seed, "stage", step, device=session.device)
-        model, classes = session.trained_model, len(session.images.classes)
-        context = Context(model, model, recipe.eps_value, draws, classes, recipe.bn_in_attack)
+        rank = [] if processes.is_first() else [processes.number()]
+        torch.manual_seed(key(recipe.seed, "inside the model", step, *rank))  # dropout and the like
+        context = context_of(session, step)
         self.guard.begin_step()
-        with users_code(f"{self.where(step)} failed", RunFailed):  # a model or a stage of theirs, or a lack of memory
+        # A model or a stage of theirs may fail, memory may lack, or another process be gone.
+        with users_code(f"{self.where(step)} failed", RunFailed), processes.together():
             loss = stage_loss(stage, context, x, y)
             session.optimizer.zero_grad(set_to_none=True)
             # Trained are the parameters, and no input that a stage left in the graph.
             session.scaler.scale(loss).backward(inputs=self.guard.trained)  # type: ignore[no-untyped-call]
         for group in session.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
-        self.loss_sum += self.guard.update(step, loss.detach())
+        self.loss_sum += self.guard.update(step, processes.mean(loss.detach()))
+        processes.copy_from_first(session.model.buffers())  # running statistics, which each has of its own part
         counted = self.meter.take()
         if counted != stage.step_cost:
             raise RunFailed(
@@ -222,7 +235,8 @@ class Run:
             raise self.failure(f"every step of epoch {progress.epochs_logged + 1} was skipped")
         epoch = progress.epochs_logged
         begun = time.perf_counter()
-        measured = self.measure(session.watched_x, session.watched_y)
+        examples: list[Tensor] = []
+        measured = self.measure(session.watched_x, session.watched_y, examples)
         seconds = time.perf_counter() - begun
         progress.monitor_seconds += seconds
         progress.monitor_cost += self.meter.take()
@@ -234,7 +248,7 @@ class Run:
             "monitor": recipe.monitor, "comparable": comparable,
             "passes": progress.cost.passes / session.steps_per_epoch,
             "train_seconds": round(progress.epoch_seconds, 3), "monitor_seconds": round(seconds, 3),
-        })  # fmt: skip
+        }, examples)  # fmt: skip
         progress.epochs_logged += 1
         progress.epoch_seconds, progress.epoch_skipped = 0.0, 0
         self.loss_sum.zero_()
@@ -305,11 +319,15 @@ class Run:
         self.record.final = measured | {"images": len(images.test_y)}
         checks = [(line["epoch"], line["pgd7"]) for line in self.progress.history if line["comparable"]]
         self.record.collapsed_at = collapsed_at(checks)
+        self.log.end(self.session.recipe, measured)
 
-    def measure(self, x: Tensor, y: Tensor) -> dict[str, float]:
+    def measure(self, x: Tensor, y: Tensor, keep: list[Tensor] | None = None) -> dict[str, float]:
         recipe = self.session.recipe
         with users_code(f"measuring accuracy after step {self.progress.step} failed", RunFailed):
-            return measure(self.session.model, x, y, eps=recipe.eps_value, seed=recipe.seed, tick=self.tick)
+            return measure(
+                self.session.model, x, y, eps=recipe.eps_value, norm=recipe.norm, seed=recipe.seed, tick=self.tick,
+                keep=keep,
+            )  # fmt: skip
 
     # --- what stays
 
@@ -317,8 +335,9 @@ class Run:
         """The model, the checkpoint and the record; never weights that are not finite over good ones."""
         self.look()
         self.progress.loss_sum = self.loss_sum.item()
-        keep_progress(self.session, self.folder, self.progress, self.good)
-        self.record.model = save_model(self.folder.model, self.session.model, self.session.description)
+        if processes.is_first():
+            keep_progress(self.session, self.folder, self.progress, self.good)
+            self.record.model = save_model(self.folder.model, self.session.model, self.session.description)
         self.describe(status, message)
 
     def save_if_possible(self) -> None:
@@ -330,7 +349,8 @@ class Run:
 
     def save_best_if_possible(self) -> bool:
         try:
-            save_model(self.folder.best_model, self.session.model, self.session.description)
+            if processes.is_first():
+                save_model(self.folder.best_model, self.session.model, self.session.description)
         except NotWritten as error:
             self._tell_of_full_disk(error)
             return False
@@ -352,7 +372,8 @@ class Run:
         record.monitor_seconds = round(progress.monitor_seconds, 3)
         if progress.best_epoch is not None and progress.best_written:
             record.best = {"epoch": progress.best_epoch, "pgd7": progress.best_pgd7}
-        self.folder.write_record(record)
+        if processes.is_first():
+            self.folder.write_record(record)
 
     def learning_rate(self, step: int) -> float:
         recipe = self.session.recipe
@@ -375,4 +396,5 @@ class Run:
     def tick(self, images_watched: int) -> None:
         """Called while accuracies are measured: shows how far that is, and lets ctrl-C through."""
         self.show_progress(images_watched)
-        self.caught.raise_if_any()
+        if processes.count() == 1:  # or else when all of them are done measuring
+            self.caught.raise_if_any()

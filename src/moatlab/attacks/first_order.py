@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.attacks.active import fallen, side_by_side
-from moatlab.attacks.geometry import Norm, per_image, project, steepest
+from moatlab.attacks.geometry import Norm, per_image, project, steepest, unit
 from moatlab.attacks.losses import cross_entropy, is_wrong, margin
 from moatlab.attacks.probe import Probe, as_probe
 
@@ -113,6 +113,10 @@ def mim(
     return z
 
 
-def uniform(x: Tensor, radius: float, generator: torch.Generator) -> Tensor:
-    """U(-radius, radius) in the shape and memory format of x."""
-    return torch.empty_like(x).uniform_(-radius, radius, generator=generator)
+def uniform_in_ball(x: Tensor, radius: float, norm: Norm, generator: torch.Generator) -> Tensor:
+    """Uniform in the ball around 0 of that radius, in the shape and memory format of x."""
+    if norm == "linf":
+        return torch.empty_like(x).uniform_(-radius, radius, generator=generator)
+    direction = unit(torch.empty_like(x).normal_(generator=generator), norm)
+    fraction = torch.rand(len(x), generator=generator, device=x.device, dtype=x.dtype) ** (1 / x[0].numel())
+    return per_image(radius * fraction) * direction

@@ -1,4 +1,4 @@
-"""Image data sets as tensors: the embedded `mini`, CIFAR-10, CIFAR-100, and folders of images.
+"""Image data sets as tensors: the embedded `mini`, CIFAR-10, CIFAR-100, folders of images, arrays of the user's own.
 
 Nothing here imports torch before images are really loaded, so that sizes can be asked for at no cost.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,9 @@ from moatlab.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KNOWN_SIZES", "Images", "available", "cache_dir", "get_images_folder", "load_images"]
+    from moatlab.data.folder import OnDisk
+
+__all__ = ["KNOWN_SIZES", "Images", "available", "cache_dir", "checksum", "get_images_folder", "load_images"]
 
 # name -> (training images, test images, classes)
 KNOWN_SIZES = {name: (spec.train_count, spec.test_count, len(spec.classes)) for name, spec in SPECS.items()}
@@ -30,10 +31,10 @@ MINI_FOLDER = Path(__file__).parent / "mini"
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """A data set in memory: uint8 images (N, H, W, 3) and int64 labels (N,)."""
+    """A data set: uint8 images (N, H, W, C) and int64 labels (N,). Training images may be on the disk."""
 
     name: str
-    train_x: torch.Tensor
+    train_x: torch.Tensor | OnDisk
     train_y: torch.Tensor
     test_x: torch.Tensor
     test_y: torch.Tensor
@@ -42,24 +43,30 @@ class Images:
     std: tuple[float, ...]
     source: str  # where it was found: "embedded", "cache" or "folder NAME"
     note: str | None  # how it differs from the official set, if it does
-
-    @cached_property
-    def sha256(self) -> str:
-        """Names the exact images, labels and their order; a run records it."""
-        digest = hashlib.sha256()
-        for tensor in (self.train_x, self.train_y, self.test_x, self.test_y):
-            array = tensor.contiguous().numpy()
-            digest.update(f"{array.dtype} {array.shape}\n".encode())
-            digest.update(array.data)
-        return digest.hexdigest()
+    sha256: str  # names the exact images, labels and their order; a run records it
 
 
-def load_images(name: str, data_dir: str | Path | None = None) -> Images:
-    """A known data set, or the folder of images at the path `name`."""
-    if name not in SPECS and Path(name).expanduser().is_dir():
+def checksum(*tensors: torch.Tensor) -> str:
+    """Training images and labels, test images and labels."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        array = tensor.contiguous().numpy()
+        digest.update(f"{array.dtype} {array.shape}\n".encode())
+        digest.update(array.data)
+    return digest.hexdigest()
+
+
+def load_images(name: str, data_dir: str | Path | None = None, *, stream: bool | None = None) -> Images:
+    """A known data set, the folder of images or the `.npz` file at the path `name`. `stream`: see `read_folder`."""
+    path = Path(name).expanduser()
+    if name not in SPECS and path.is_dir():
         from moatlab.data.folder import read_folder
 
-        return read_folder(Path(name).expanduser())
+        return read_folder(path, stream=stream)
+    if path.suffix == ".npz" and path.is_file():
+        from moatlab.data.arrays import read_npz
+
+        return read_npz(path)
     folder = get_images_folder(name, data_dir)
 
     import torch
@@ -81,6 +88,7 @@ def load_images(name: str, data_dir: str | Path | None = None) -> Images:
         std=spec.std,
         source="embedded" if name == "mini" else "cache" if in_cache else f"folder {folder.resolve().name}",
         note=note,
+        sha256=checksum(train_x, train_y, test_x, test_y),
     )
 
 
@@ -88,7 +96,7 @@ def get_images_folder(name: str, data_dir: str | Path | None = None) -> Path:
     """Makes sure that a known data set is on disk, and says where."""
     if name not in SPECS:
         hint = did_you_mean(name, SPECS)
-        raise UserError(f"no data set or folder called {name!r}; known are {', '.join(SPECS)}{hint}")
+        raise UserError(f"no data set, folder or .npz file called {name!r}; known are {', '.join(SPECS)}{hint}")
     return MINI_FOLDER if name == "mini" else fetch.ensure(name, data_dir)
 
 

@@ -1,45 +1,102 @@
-"""Batches by counter: the batch of step s is a pure function of (seed, s)."""
+"""Batches by counter: the batch of step s is a pure function of (seed, s), wherever the images are."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moatlab import processes
+from moatlab.data.folder import OnDisk
+from moatlab.errors import RunFailed, UserError
 from moatlab.randomness import generator
 
 PADDING = 4
+MOST_WORKERS = 8  # processes that decode images, for each that trains
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The training images of a run, as uint8 on its device, and the order it takes them in."""
+    """The training images of a run, as uint8 on its device or on the disk, and the order it takes them in."""
 
-    x: Tensor  # uint8, (N, H, W, C)
-    y: Tensor
+    x: Tensor | OnDisk  # uint8, (N, H, W, C)
+    y: Tensor  # on the device that the run trains on
     batch_size: int
     augment: bool
     seed: int
+    ahead: list[Ahead] = field(default_factory=list)  # what decodes images from the disk, once it is begun
 
     @property
     def steps_per_epoch(self) -> int:
         return len(self.y) // self.batch_size  # a last partial batch is dropped
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """The batch of a step: images as float32 in [0, 1], shape (B, C, H, W), channels last in memory."""
-        chosen = self.numbers(step)
-        images = self.x[chosen]
+        """The batch of a step, or this process's part of it: images as float32 in [0, 1], shape (B, C, H, W), channels
+        last in memory."""
+        part = processes.share(self.batch_size)
+        chosen = self.numbers(step)[part]
+        images = self.x[chosen] if isinstance(self.x, Tensor) else self._decoded(step)
         if self.augment:
-            images = crop_and_flip(images, generator(self.seed, "augment", step, device=self.x.device))
+            draws = generator(self.seed, "augment", step, device=self.y.device)
+            images = crop_and_flip(images, *(whole[part] for whole in shifts(self.batch_size, draws)))
         return as_floats(images), self.y[chosen]
 
     def numbers(self, step: int) -> Tensor:
         """Which of the training images are in the batch of a step."""
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = epoch_order(len(self.y), self.seed, epoch, self.x.device)
+        order = epoch_order(len(self.y), self.seed, epoch, self.y.device)
         return order[position * self.batch_size : (position + 1) * self.batch_size]
+
+    def close(self) -> None:
+        """End the workers that decode images, if there are any."""
+        self.ahead.clear()
+
+    def _decoded(self, step: int) -> Tensor:
+        if not self.ahead or self.ahead[0].next_step != step:
+            assert isinstance(self.x, OnDisk)
+            part = processes.share(self.batch_size)
+            self.ahead[:] = [Ahead(self.x, lambda at: self.numbers(at)[part].tolist(), step)]
+        return self.ahead[0].take().to(self.y.device, non_blocking=True)
+
+
+class Ahead:
+    """One batch after another from the disk, decoded ahead by the workers of PyTorch's DataLoader."""
+
+    def __init__(self, images: OnDisk, numbers: Callable[[int], list[int]], step: int) -> None:
+        from torch.utils.data import DataLoader
+
+        def batches() -> Iterator[list[int]]:
+            at = step
+            while True:
+                yield numbers(at)
+                at += 1
+
+        loader: Any = DataLoader(
+            images,  # type: ignore[arg-type]
+            batch_sampler=batches(),
+            num_workers=min(processes.cores(), MOST_WORKERS),
+            worker_init_fn=_leave_signals_to_the_run,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # not the global one, whose draws are a run's
+        )
+        self.batches, self.next_step = iter(loader), step
+
+    def take(self) -> Tensor:
+        try:
+            batch: Tensor = next(self.batches)
+        except UserError as error:  # with the traceback of the worker
+            raise RunFailed(str(error).strip().splitlines()[-1].rpartition("UserError: ")[2]) from None
+        self.next_step += 1
+        return batch
+
+
+def _leave_signals_to_the_run(_worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @lru_cache(maxsize=2)
@@ -47,7 +104,13 @@ def epoch_order(count: int, seed: int, epoch: int, device: torch.device) -> Tens
     return torch.randperm(count, generator=generator(seed, "order", epoch)).to(device)
 
 
-def crop_and_flip(images: Tensor, draws: torch.Generator) -> Tensor:
+def shifts(count: int, draws: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each image is cut from its padded self (top, left), and whether it is mirrored; each is (count, 1)."""
+    top, left = torch.randint(2 * PADDING + 1, (2, count, 1), generator=draws, device=draws.device)
+    return top, left, torch.randint(2, (count, 1), generator=draws, device=draws.device).bool()
+
+
+def crop_and_flip(images: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> Tensor:
     """Each image of (B, H, W, C) shifted by up to 4 pixels over a black border and mirrored half of the time.
 
     One gather for the whole batch: an image's rows and columns are index vectors, a mirrored one's run backwards.
@@ -55,8 +118,6 @@ def crop_and_flip(images: Tensor, draws: torch.Generator) -> Tensor:
     count, height, width, _ = images.shape
     device = images.device
     padded = torch.nn.functional.pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
-    top, left = torch.randint(2 * PADDING + 1, (2, count, 1), generator=draws, device=device)
-    mirrored = torch.randint(2, (count, 1), generator=draws, device=device).bool()
     rows = top + torch.arange(height, device=device)
     columns = torch.arange(width, device=device)
     columns = left + torch.where(mirrored, columns.flip(0), columns)

@@ -1,13 +1,25 @@
-"""A user's own images of one size: `train/CLASS/*.png`, `test/CLASS/*.png` (or jpg, jpeg, bmp, webp)."""
+"""A user's own images of one size: `train/CLASS/*.png`, `test/CLASS/*.png` (or jpg, jpeg, bmp, webp).
+
+They are read into memory. Training images that would fill too much of it stay on the disk, and are decoded batch by
+batch: the same images, in the same order, with the same checksum.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import os
 import struct
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from PIL import Image
+from torch import Tensor
 
 from moatlab.data import Images
 from moatlab.data.cifar import Labels, Pixels
@@ -17,40 +29,99 @@ from moatlab.randomness import generator
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 SMALLEST_STD = 1e-4  # a constant channel must not divide by zero
+AT_ONCE = 256  # images decoded by threads before they are handed on
 
 
-def read_folder(folder: Path) -> Images:
+class OnDisk:
+    """Images of one size, decoded when they are asked for: (height, width, channels), bytes."""
+
+    def __init__(self, paths: list[Path], mode: str, first: Path) -> None:
+        self.paths, self.mode, self.first = paths, mode, first
+        self.image_shape = decode(first, mode).shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.paths), *self.image_shape)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, number: int) -> Tensor:
+        image = decode(self.paths[number], self.mode)
+        if image.shape != self.image_shape:
+            raise UserError(
+                f"{self.paths[number]} has {image.shape[1]}x{image.shape[0]} pixels where {self.first} has"
+                f" {self.image_shape[1]}x{self.image_shape[0]}; make all images one size"
+            )
+        return torch.from_numpy(image)
+
+    def part(self, numbers: Iterable[int]) -> OnDisk:
+        return OnDisk([self.paths[number] for number in numbers], self.mode, self.first)
+
+    def pieces(self, bar: Bar | None = None) -> Iterator[Tensor]:
+        """All of them in order, some at once. Pillow decodes outside the interpreter lock, so threads help."""
+        with ThreadPoolExecutor() as pool:
+            for begin in range(0, len(self), AT_ONCE):
+                numbers = range(begin, min(begin + AT_ONCE, len(self)))
+                yield torch.stack(list(pool.map(self.__getitem__, numbers)))
+                if bar and numbers.stop % 1024 == 0:
+                    bar.update(numbers.stop, f"{numbers.stop:,} of {len(self):,}")
+
+    def in_memory(self) -> Tensor:
+        return torch.cat(list(self.pieces()))
+
+
+def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
     """The folder as a data set, with channel statistics of its own training images.
 
-    Training images come in a fixed shuffled order: the last ones will be held out, and on disk they
-    are sorted by class.
+    Training images come in a fixed shuffled order: the last ones will be held out, and on disk they are sorted by
+    class. With `stream` they stay on the disk; if that is not said, where they would fill a quarter of the memory.
     """
-    import torch
-
     classes = _class_folders(folder / "train")
     if len(classes) < 2:
         raise UserError(f"{folder / 'train'} has one class only ({classes[0]}); a classifier needs at least two")
     strangers = [name for name in _class_folders(folder / "test") if name not in classes]
     if strangers:
         raise UserError(f"{folder / 'test'} has a class {strangers[0]!r} that {folder / 'train'} does not have")
-    train_paths, train_y = _list_images(folder / "train", classes)
-    test_paths, test_y = _list_images(folder / "test", classes)
-
-    pixels = _decode_all(train_paths + test_paths)
-    train_x, test_x = pixels[: len(train_paths)], pixels[len(train_paths) :]
-    mean, std = _channel_statistics(train_x)
-    order = torch.randperm(len(train_x), generator=generator(0, "folder order"))
+    train_paths, train_labels = _list_images(folder / "train", classes)
+    test_paths, test_labels = _list_images(folder / "test", classes)
+    mode = _common_mode(train_paths + test_paths)
+    order = torch.randperm(len(train_paths), generator=generator(0, "folder order"))
+    train = OnDisk([train_paths[number] for number in order.tolist()], mode, train_paths[0])
+    train_y, test_y = torch.from_numpy(train_labels)[order], torch.from_numpy(test_labels)
+    if stream is None:
+        stream = math.prod(train.shape) > _memory() / 4
+    train_x: Tensor | OnDisk = train
+    counts = np.zeros((len(mode), 256), np.int64)
+    digest = hashlib.sha256()
+    with Bar("read images", len(train_paths)) as bar:
+        if not stream:
+            train_x = torch.empty(train.shape, dtype=torch.uint8)
+        digest.update(f"uint8 {train.shape}\n".encode())  # as `checksum` does it
+        done = 0
+        for piece in train.pieces(bar):
+            counts += histogram(piece.numpy())
+            digest.update(piece.numpy().data)
+            if isinstance(train_x, Tensor):
+                train_x[done : done + len(piece)] = piece
+            done += len(piece)
+    test_x = OnDisk(test_paths, mode, train_paths[0]).in_memory()
+    for tensor in (train_y, test_x, test_y):
+        digest.update(f"{tensor.numpy().dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.numpy().data)
+    mean, std = channel_statistics(counts)
     return Images(
         name=folder.resolve().name,
-        train_x=torch.from_numpy(train_x)[order],
-        train_y=torch.from_numpy(train_y)[order],
-        test_x=torch.from_numpy(test_x),
-        test_y=torch.from_numpy(test_y),
+        train_x=train_x,
+        train_y=train_y,
+        test_x=test_x,
+        test_y=test_y,
         classes=tuple(classes),
         mean=mean,
         std=std,
         source=f"folder {folder.resolve().name}",
         note=None,
+        sha256=digest.hexdigest(),
     )
 
 
@@ -77,44 +148,50 @@ def _list_images(folder: Path, classes: list[str]) -> tuple[list[Path], Labels]:
     return paths, np.array(labels, np.int64)
 
 
-def _decode_all(paths: list[Path]) -> Pixels:
-    """All images in one array; Pillow decodes outside the interpreter lock, so threads help."""
-    first = _decode(paths[0])
-    pixels = np.empty((len(paths), *first.shape), np.uint8)
+def _common_mode(paths: list[Path]) -> str:
+    """One channel where all images are grey, three where one is not. The beginning of a file tells."""
 
-    def place(index: int) -> None:
-        image = _decode(paths[index])
-        if image.shape != first.shape:
-            raise UserError(
-                f"{paths[index]} has {image.shape[1]}x{image.shape[0]} pixels where {paths[0]} has"
-                f" {first.shape[1]}x{first.shape[0]}; make all images one size"
-            )
-        pixels[index] = image
+    def is_grey(path: Path) -> bool:
+        with _opened(path) as image:
+            return image.mode in ("1", "L")
 
-    with Bar("read images", len(paths)) as bar, ThreadPoolExecutor() as pool:
-        for done, _ in enumerate(pool.map(place, range(len(paths))), start=1):
-            if done % 1000 == 0:
-                bar.update(done, f"{done:,} of {len(paths):,}")
-    return pixels
+    return "L" if all(map(is_grey, paths)) else "RGB"
 
 
-def _decode(path: Path) -> Pixels:
+def decode(path: Path, mode: str) -> Pixels:
+    with _opened(path) as image:
+        if image.mode[0] in "IF":  # Pillow would clip these to 255 without a word
+            raise UserError(f"{path} has more than 8 bits per channel; convert it to an 8-bit image")
+        pixels = np.array(image.convert(mode))
+    return pixels.reshape(*pixels.shape[:2], len(mode))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
     try:
         with Image.open(path) as image:
-            if image.mode[0] in "IF":  # Pillow would clip these to 255 without a word
-                raise UserError(f"{path} has more than 8 bits per channel; convert it to an 8-bit image")
-            return np.asarray(image.convert("RGB"))
+            yield image
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise UserError(f"{path} cannot be read as an image; replace it or take it out") from error
 
 
-def _channel_statistics(x: Pixels) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def histogram(x: Pixels) -> npt.NDArray[np.int64]:
+    """How often each channel has each of the 256 values."""
+    return np.stack([np.bincount(x[..., channel].ravel(), minlength=256) for channel in range(x.shape[-1])])
+
+
+def channel_statistics(counts: npt.NDArray[np.int64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel in [0, 1], exactly, from counts of the 256 values."""
     values = np.arange(256) / 255
     means, stds = [], []
-    for channel in range(3):
-        weights = np.bincount(x[..., channel].ravel(), minlength=256) / x[..., channel].size
+    for count in counts:
+        weights = count / count.sum()
         mean = float(weights @ values)
         means.append(round(mean, 4))
         stds.append(max(round(float(np.sqrt(weights @ (values - mean) ** 2)), 4), SMALLEST_STD))
     return tuple(means), tuple(stds)
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,19 @@ from typing import Any
 from torch import nn
 
 from moatlab.errors import Interrupted, RunFailed, UserError, needs_trust
-from moatlab.models.preact_resnet import PreActResNet18
+from moatlab.models.preact_resnet import PreActResNet18, PreActResNet34, PreActResNet50, WideResNet28, WideResNet34
+from moatlab.models.resnet import ResNet18
 from moatlab.models.weights import first_line, read_weights, set_weights
 
-BUILT_IN = {"preact_resnet18": PreActResNet18}
+BUILT_IN: dict[str, Callable[..., nn.Module]] = {
+    "preact_resnet18": PreActResNet18,
+    "preact_resnet34": PreActResNet34,
+    "preact_resnet50": PreActResNet50,
+    "resnet18": ResNet18,
+    "wide_resnet28_10": WideResNet28,
+    "wide_resnet34_10": WideResNet34,
+}
+ARGUMENTS = ("width", "shortcut", "final_norm", "mean", "std")  # of a built-in model; a ResNet has no variants
 LARGEST = 2000  # width, and classes: more would not fit into any machine, and a file may say anything
 
 
@@ -27,6 +36,8 @@ def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Mod
     """A fresh model. `arguments` are those of a built-in one; a user's factory is given the number of classes only."""
     if name not in BUILT_IN:
         return _build_by_factory(name, classes)
+    if unknown := arguments.keys() - set(ARGUMENTS):
+        raise UserError(f"{name} can't be built with {min(unknown)}; its arguments are {', '.join(ARGUMENTS)}")
     sizes = {"classes": classes, "width": arguments.get("width", 64)}
     if not all(isinstance(size, int) and 1 <= size <= LARGEST for size in sizes.values()):
         raise UserError(f"{name} can't be built with {sizes}")

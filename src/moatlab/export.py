@@ -1,0 +1,210 @@
+"""A trained model for the tools that others use: safetensors, RobustBench, ONNX; each with a model card."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moatlab.data.batches import as_floats
+from moatlab.errors import Damaged, RunFailed, UserError
+from moatlab.files import atomic, make_folder, read_json
+from moatlab.models import users_code
+from moatlab.models.preact_resnet import PreActResNet
+from moatlab.models.weights import read_weights
+from moatlab.recipe import NORM_NAMES
+from moatlab.subject import Subject, load_subject, weights_file
+
+FORMATS = ("safetensors", "robustbench", "onnx")
+NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
+ONNX_NEARNESS = 1e-4  # of logits
+PAPER = "https://arxiv.org/abs/2106.15357"
+LAYERS = {"preact_resnet18": (2, 2, 2, 2), "preact_resnet34": (3, 4, 6, 3), "preact_resnet50": (3, 4, 6, 3)}
+
+
+def export(
+    run: Path, kind: str, out: Path | None = None, *, which: str = "last", data_dir: Path | None = None,
+    trust_model_code: bool = False,
+) -> list[Path]:  # fmt: skip
+    """Write the model of a run folder in one of FORMATS into `out` (RUN/export-KIND if not given); the files."""
+    missing = [name for name in NEEDED.get(kind, ()) if find_spec(name) is None]
+    if missing:
+        raise UserError(f'--format {kind} needs {", ".join(missing)}; install it with: pip install "moatlab[{kind}]"')
+    if not (run / "run.json").exists():
+        raise UserError(f"{run} is not the folder of a run")
+    subject = load_subject(run, which=which, data_dir=data_dir, device="cpu", trust_model_code=trust_model_code)
+    description = read_weights(weights_file(run, which))[1]
+    card = _card(subject)
+    out = out or run / f"export-{kind}"
+    make_folder(out)
+    if kind == "safetensors":
+        files = [out / "model.safetensors"]
+        with atomic(files[0]) as file, weights_file(run, which).open("rb") as source:
+            shutil.copyfileobj(source, file)
+    elif kind == "robustbench":
+        files = _to_robustbench(subject, description, card, out)
+    else:
+        files = [_to_onnx(subject, out / "model.onnx")]
+    readme = out / "README.md"
+    with atomic(readme) as file:
+        file.write(model_card(subject, description, card, kind).encode())
+    return [*files, readme]
+
+
+def _card(subject: Subject) -> dict[str, Any] | None:
+    """The evaluation of this very model, where there is one."""
+    try:
+        card = read_json(subject.card)
+    except Damaged:
+        return None
+    return card if card["subject"]["sha256"] == subject.sha256 else None
+
+
+# --- RobustBench
+
+
+def _to_robustbench(
+    subject: Subject, description: dict[str, Any], card: dict[str, Any] | None, out: Path
+) -> list[Path]:
+    """The state dict of its PreActResNet (with `mu` and `sigma`, by which its models normalise), and its model info."""
+    if description.get("data") not in ("cifar10", "cifar100"):
+        raise UserError(f"RobustBench is of CIFAR-10 and CIFAR-100; this model is of {description.get('data')}")
+    tensors, block = to_robustbench(subject.model, description)
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    weights, info = out / "model.pt", out / "model_info.json"
+    with atomic(weights) as file:
+        file.write(buffer.getvalue())
+    results = card["results"] if card and card["data"]["images"] == len(subject.images.test_y) else {}
+    fields: dict[str, Any] = {
+        "link": PAPER, "name": f"moatlab: {description['method']}", "authors": "", "additional_data": False,
+        "number_forward_passes": 1, "dataset": description["data"], "venue": "unpublished",
+        "architecture": f"PreActResNet({block}, {list(LAYERS[description['model']])}, "
+                        f"bn_before_fc={description['arguments']['final_norm']})",
+        "eps": description["eps"], "footnote": "mu and sigma are buffers: (x - mu) / sigma comes first.",
+    }  # fmt: skip
+    for key, attack in (("clean_acc", "clean"), ("autoattack_acc", "aa"), ("reported", "aa")):
+        if attack in results:
+            fields[key] = f"{100 * results[attack]['accuracy']:.2f}"
+    with atomic(info) as file:
+        file.write(json.dumps(fields, indent=2).encode() + b"\n")
+    return [weights, info]
+
+
+def to_robustbench(model: nn.Module, description: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
+    """Our tensors under RobustBench's names, and the name of its block."""
+    name, arguments = description["model"], description["arguments"]
+    if name not in LAYERS or not isinstance(model, PreActResNet):
+        raise UserError(f"RobustBench's PreAct ResNet is exported, from {', '.join(LAYERS)}; this model is {name}")
+    if arguments["width"] != 64 or list(description["image_shape"]) != [32, 32, 3]:
+        raise UserError(
+            f"RobustBench's PreAct ResNet has width 64 and takes 32x32 images; this one has width {arguments['width']} "
+            f"and takes {description['image_shape'][1]}x{description['image_shape'][0]}"
+        )
+    activated = arguments["shortcut"] == "activated"
+    if name == "preact_resnet50" and not activated:
+        raise UserError("RobustBench's PreAct ResNet-50 has activated shortcuts; this model was trained with raw ones")
+    block = "PreActBottleneck" if name == "preact_resnet50" else "PreActBlockV2" if activated else "PreActBlock"
+    places = [(layer + 1, number) for layer, count in enumerate(LAYERS[name]) for number in range(count)]
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in model.state_dict().items():
+        if key.startswith("blocks."):
+            _, index, rest = key.split(".", 2)
+            layer, number = places[int(index)]
+            key = f"layer{layer}.{number}.{rest.replace('shortcut.', 'shortcut.0.')}"
+        tensors[key] = tensor.detach().cpu().contiguous().clone()
+    for key, values in (("mu", arguments["mean"]), ("sigma", arguments["std"])):
+        tensors[key] = torch.tensor(values).view(1, -1, 1, 1)
+    return tensors, block
+
+
+# --- ONNX
+
+
+def _to_onnx(subject: Subject, path: Path) -> Path:
+    """The model as a graph of any batch size; compared with the model itself before it is kept."""
+    import numpy as np
+    import onnxruntime
+
+    images = as_floats(subject.images.test_x[:4]).contiguous()
+    model = subject.model.eval().requires_grad_(False)
+    draft = path.with_name(f".{path.name}.tmp")
+    try:
+        with users_code("the model can't be exported to ONNX", RunFailed), torch.no_grad():
+            torch.onnx.export(
+                model, (images,), str(draft), input_names=["images"], output_names=["logits"], verbose=False,
+                dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), external_data=False,
+            )  # fmt: skip
+        session = onnxruntime.InferenceSession(str(draft), providers=["CPUExecutionProvider"])
+        for part in (images, images[:1], images[:3]):
+            (answer,) = session.run(["logits"], {"images": part.numpy()})
+            with torch.no_grad():
+                distance = float(np.abs(answer - model(part).numpy()).max())
+            if not distance <= ONNX_NEARNESS * max(1.0, float(np.abs(answer).max())):
+                raise RunFailed(f"the ONNX graph answers otherwise than the model, by {distance:.2g}; it is not kept")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
+
+
+# --- the model card
+
+
+def model_card(subject: Subject, description: dict[str, Any], card: dict[str, Any] | None, kind: str) -> str:
+    """README.md with the metadata that model hubs read, the results with their conditions, and how to load it."""
+    data, method = str(description["data"]), str(description["method"])
+    threat = f"{NORM_NAMES[subject.norm]}, eps = {subject.eps}"
+    lines = [
+        "---", "library_name: moatlab", "pipeline_tag: image-classification",
+        "tags:", "- adversarial-robustness", "- adversarial-training", "- image-classification", "- pytorch",
+        f"datasets:\n- {json.dumps(data)}",
+    ]  # fmt: skip
+    if card:
+        lines += [
+            "model-index:", f"- name: {json.dumps(method)}", "  results:", "  - task:",
+            "      type: image-classification", "    dataset:",
+            f"      name: {json.dumps(data)}", f"      type: {json.dumps(data)}", "      split: test", "    metrics:",
+        ]  # fmt: skip
+        for name, result in card["results"].items():
+            title = "accuracy" if name == "clean" else f"accuracy under {name} ({card['settings']['eps']})"
+            lines += ["    - type: accuracy", f"      name: {json.dumps(title)}",
+                      f"      value: {100 * result['accuracy']:.2f}"]  # fmt: skip
+    shape = description["image_shape"]
+    lines += [
+        "---", "", f"# {method} on {data}", "",
+        f"An image classifier that was trained to be robust ({threat}) by `{method}`, with "
+        "[moatlab](https://pypi.org/project/moatlab/). It takes images in [0, 1], "
+        f"{shape[1]}x{shape[0]} with {shape[2]} channels, without normalisation, and returns "
+        f"{description['classes']} logits.", "",
+    ]  # fmt: skip
+    if card:
+        count = card["data"]["images"]
+        lines += [f"On {count:,} test images, {card['settings']['eps']} in {NORM_NAMES[card['settings']['norm']]}:", "",
+                  "| attack | accuracy | 95 % interval |", "|---|---|---|"]  # fmt: skip
+        for name, result in card["results"].items():
+            low, high = result["interval"]
+            lines.append(f"| {name} | {100 * result['accuracy']:.1f} % | {100 * low:.1f} to {100 * high:.1f} % |")
+        lines.append("")
+        lines += [f"Red flag: {flag['name']}. {flag['meaning']} ({flag['evidence']})" for flag in card["flags"]]
+    else:
+        lines += ["It has not been evaluated: `moat eval RUN` before this export writes results here.", ""]
+    lines += ["## Use", "", *_use(kind, subject), ""]
+    return "\n".join(lines)
+
+
+def _use(kind: str, subject: Subject) -> list[str]:
+    if kind == "onnx":
+        call = '(logits,) = session.run(["logits"], {"images": images})  # float32, (N, C, H, W) in [0, 1]'
+        return ["```python", 'session = onnxruntime.InferenceSession("model.onnx")', call, "```"]
+    if kind == "robustbench":
+        return ["The `.pt` file is a state dict of RobustBench's `PreActResNet` with the buffers `mu` and `sigma`; the "
+                "`.json` file is its model info."]  # fmt: skip
+    trust = ", trust_model_code=True" if ":" in str(subject.source["model"]) else ""
+    return ["```python", "import moatlab", "", f'model = moatlab.load("model.safetensors"{trust})', "```"]

@@ -1,0 +1,52 @@
+"""ResNet-18 (He et al., 2016, "Deep residual learning"), as it is used on small images: no pooling before the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moatlab.models.convolution import Conv2d
+from moatlab.models.preact_resnet import Normalize
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = Conv2d(inputs, outputs, 3, stride, padding=1)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = Conv2d(outputs, outputs, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(Conv2d(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        return F.relu(self.bn2(self.conv2(inside)) + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    def __init__(
+        self,
+        *,
+        classes: int,
+        width: int = 64,
+        mean: Sequence[float] = (0.0, 0.0, 0.0),
+        std: Sequence[float] = (1.0, 1.0, 1.0),
+    ) -> None:
+        super().__init__()
+        self.normalize = Normalize(mean, std)
+        self.conv1 = Conv2d(len(mean), width, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(width)
+        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        blocks = []
+        for inputs, outputs, stride in zip(widths, widths[1:], (1, 2, 2, 2), strict=False):
+            blocks += [Block(inputs, outputs, stride), Block(outputs, outputs, 1)]
+        self.blocks = nn.Sequential(*blocks)
+        self.linear = nn.Linear(8 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(self.normalize(x))), inplace=True)
+        return self.linear(F.adaptive_avg_pool2d(self.blocks(x), 1).flatten(1))  # type: ignore[no-any-return]

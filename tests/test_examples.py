@@ -1,0 +1,26 @@
+"""Each example runs as its first lines say, on fewer images."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FEW = ("--epochs", "3", "--images", "256")
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "lightning_module", "hugging_face_trainer"])
+def test_a_batch_stage_drops_into_a_loop(name, alone):
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), *FEW], cwd=alone, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "'pgd50'" in result.stdout.splitlines()[-1]
+
+
+def test_a_stage_of_the_users_own_trains_at_its_declared_cost(alone):
+    command = [sys.executable, str(EXAMPLES / "own_stage.py"), "--epochs", "3", "--max-steps", "41"]
+    result = subprocess.run(command, cwd=alone, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "'passes': 1.10" in result.stdout  # an epoch of noise, two steps of fast

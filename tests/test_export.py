@@ -1,0 +1,155 @@
+"""What goes out into the world answers as the model does."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from images_for_tests import tiny_images
+from moatlab.data.batches import as_floats
+from moatlab.export import to_robustbench
+from moatlab.models import BUILT_IN, build_model, load
+from moatlab.subject import load_subject
+
+MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
+
+
+@pytest.fixture
+def run(moat, alone):
+    data = tiny_images(alone / "data")
+    ending = moat("train", "fast", "--data", data, "--width", 8, "--epochs", 1, "--batch-size", 16, "--out", "run")
+    assert ending.code == 0, ending.err
+    return alone / "run"
+
+
+def metadata(readme):
+    """The lines between the first two rules, as a model hub reads them."""
+    yaml = pytest.importorskip("yaml")
+    found = re.match(r"---\n(.*?)\n---\n", readme.read_text(), re.DOTALL)
+    return yaml.safe_load(found[1])
+
+
+def test_safetensors_are_those_of_the_run_with_a_model_card_that_tells_how_robust_it_is(run, moat):
+    assert moat("eval", run, "--attacks", "pgd50", "--n", 16).code == 0
+    ending = moat("export", run, "--format", "safetensors", "--json")
+    assert [name.rpartition("/")[2] for name in json.loads(ending.out)["files"]] == ["model.safetensors", "README.md"]
+    exported, own = load(run / "export-safetensors" / "model.safetensors"), load(run)
+    images = torch.rand(3, 3, 8, 8)
+    assert torch.equal(exported(images), own(images))
+    card = metadata(run / "export-safetensors" / "README.md")
+    assert (card["library_name"], card["pipeline_tag"]) == ("moatlab", "image-classification")
+    (result,) = card["model-index"][0]["results"]
+    accuracy = json.loads((run / "eval.json").read_text())["results"]["pgd50"]["accuracy"]
+    assert {"type": "accuracy", "name": "accuracy under pgd50 (8/255)", "value": 100 * accuracy} in result["metrics"]
+
+
+def test_a_model_that_was_not_evaluated_says_so_on_its_card(run, moat):
+    assert moat("export", run, "--format", "safetensors", "--out", "elsewhere").code == 0
+    assert "has not been evaluated" in (run.parent / "elsewhere" / "README.md").read_text()
+    assert "model-index" not in metadata(run.parent / "elsewhere" / "README.md")
+
+
+def test_an_onnx_graph_answers_as_the_model_does_in_batches_of_any_size(run, moat):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    ending = moat("export", run, "--format", "onnx")
+    assert ending.code == 0, ending.err
+    session = onnxruntime.InferenceSession(str(run / "export-onnx" / "model.onnx"))
+    subject = load_subject(run)
+    for count in (1, 5, 20):
+        images = as_floats(subject.images.test_x[:count]).contiguous()
+        (logits,) = session.run(["logits"], {"images": images.numpy()})
+        with torch.no_grad():
+            assert np.abs(logits - subject.model(images).numpy()).max() < 1e-4
+
+
+class Block(nn.Module):
+    """RobustBench's PreActBlock (`raw`) and PreActBlockV2, stated anew."""
+
+    def __init__(self, inputs, outputs, stride, activated):
+        super().__init__()
+        self.bn1, self.bn2 = nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.activated = activated
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False))
+
+    def forward(self, x):
+        activation = F.relu(self.bn1(x))
+        if hasattr(self, "shortcut"):
+            x = self.shortcut(activation if self.activated else x)
+        return x + self.conv2(F.relu(self.bn2(self.conv1(activation))))
+
+
+class TheirPreActResNet(nn.Module):
+    def __init__(self, activated, bn_before_fc):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+        channels = 64
+        for layer, outputs in enumerate((64, 128, 256, 512), start=1):
+            first = Block(channels, outputs, 1 if layer == 1 else 2, activated)
+            setattr(self, f"layer{layer}", nn.Sequential(first, Block(outputs, outputs, 1, activated)))
+            channels = outputs
+        if bn_before_fc:
+            self.bn = nn.BatchNorm2d(512)
+        self.linear = nn.Linear(512, 10)
+        self.register_buffer("mu", torch.zeros(1, 3, 1, 1))
+        self.register_buffer("sigma", torch.ones(1, 3, 1, 1))
+
+    def forward(self, x):
+        x = self.conv1((x - self.mu) / self.sigma)
+        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = layer(x)
+        if hasattr(self, "bn"):
+            x = F.relu(self.bn(x))
+        return self.linear(F.avg_pool2d(x, 4).flatten(1))
+
+
+@pytest.mark.parametrize("shortcut", ["activated", "raw"])
+@pytest.mark.parametrize("final_norm", [True, False])
+def test_robustbenchs_module_takes_the_exported_weights_and_answers_alike(shortcut, final_norm):
+    torch.manual_seed(0)
+    arguments = {"width": 64, "shortcut": shortcut, "final_norm": final_norm, "mean": MEAN, "std": STD}
+    model = build_model("preact_resnet18", classes=10, arguments=arguments)
+    model(torch.rand(8, 3, 32, 32))  # running statistics that are not the first ones
+    model.eval()
+    described = {"model": "preact_resnet18", "arguments": arguments, "image_shape": [32, 32, 3]}
+    tensors, block = to_robustbench(model, described)
+    assert block == {"activated": "PreActBlockV2", "raw": "PreActBlock"}[shortcut]
+    theirs = TheirPreActResNet(shortcut == "activated", final_norm)
+    theirs.load_state_dict(tensors, strict=True)
+    images = torch.rand(4, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(theirs.eval()(images), model(images), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"model": "resnet18"}, "this model is resnet18"),
+        ({"image_shape": [16, 16, 3]}, "takes 16x16"),
+        ({"arguments": {"width": 16, "shortcut": "raw", "final_norm": True}}, "this one has width 16"),
+    ],
+)
+def test_robustbench_has_one_preact_resnet_and_others_are_refused_in_a_sentence(changed, says):
+    described = {
+        "model": "preact_resnet18", "image_shape": [32, 32, 3],
+        "arguments": {"width": 64, "shortcut": "raw", "final_norm": True}, **changed,
+    }  # fmt: skip
+    model = BUILT_IN["preact_resnet18"](classes=10, width=8)
+    with pytest.raises(Exception, match=says):
+        to_robustbench(model, described)
+
+
+def test_what_cannot_be_exported_is_refused_in_a_sentence(run, moat, monkeypatch):
+    ending = moat("export", run, "--format", "robustbench")
+    assert (ending.code, ending.err) == (2, "moat: RobustBench is of CIFAR-10 and CIFAR-100; this model is of data\n")
+    assert moat("export", "nowhere", "--format", "onnx").code == 2
+    monkeypatch.setattr("moatlab.export.find_spec", lambda _: None)
+    ending = moat("export", run, "--format", "onnx")
+    assert ending.code == 2
+    assert 'pip install "moatlab[onnx]"' in ending.err

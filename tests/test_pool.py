@@ -1,0 +1,51 @@
+"""Runs given to Ray."""
+
+import json
+import sys
+
+import pytest
+
+from images_for_tests import tiny_images
+from moatlab.errors import RunFailed, UserError
+from moatlab.pool import each
+
+OPTIONS = ("--width", 8, "--epochs", 3, "--batch-size", 16, "--threads", 1)
+
+
+def test_a_comparison_on_ray_gives_the_same_numbers_as_without(moat, alone):
+    pytest.importorskip("ray")
+    data = tiny_images(alone / "data")
+    methods = ("compare", "fgsm", "moat:2", "imoat:1,2,3", "--data", data, *OPTIONS)
+    here = moat(*methods, "--out", "here", "--json")
+    there = moat(*methods, "--out", "there", "--on", "ray", "--json")
+    assert (here.code, there.code) == (0, 0), there.err
+    rows = [json.loads(ending.out)["rows"] for ending in (here, there)]
+    for one, other in zip(*rows, strict=True):
+        assert {**one, "train_seconds": 0, "run": ""} == {**other, "train_seconds": 0, "run": ""}
+
+
+def test_without_ray_it_is_named_and_nothing_is_begun(moat, alone, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    ending = moat("compare", "fgsm", "fast", "--on", "ray")
+    assert (ending.code, ending.out) == (2, "")
+    assert 'pip install "moatlab[ray]"' in ending.err
+    assert not list((alone / "runs").glob("*/*")) if (alone / "runs").exists() else True
+
+
+def test_runs_are_given_to_ray_and_to_nothing_else(moat):
+    ending = moat("reproduce", "figure1a", "--preset", "mini", "--on", "slurm")
+    assert ending.code == 2
+    assert "--on slurm" in ending.err
+
+
+def test_an_error_of_one_job_is_its_result_and_the_others_go_on():
+    def work(number):
+        if number == 1:
+            raise RunFailed("no luck")
+        return 10 * number
+
+    results = dict(each(work, [(0,), (1,), (2,)]))
+    assert (results[0], str(results[1]), results[2]) == (0, "no luck", 20)
+    assert isinstance(results[1], RunFailed)
+    with pytest.raises(UserError):
+        list(each(work, [(0,)], "nothing"))

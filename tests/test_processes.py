@@ -1,0 +1,176 @@
+"""Several processes that train and evaluate as one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import together
+from images_for_tests import tiny_images
+from moatlab.models.weights import read_weights
+from moatlab.runfolder import RunFolder
+
+HERE = Path(__file__).parent
+
+
+def torchrun(here, *arguments, options=()):
+    """Two processes by torchrun, each on any core."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{here}", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, "-m", *map(str, arguments)], cwd=here, env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def ended(process):
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def said(err):
+    """The sentences of moat, among all that torchrun tells."""
+    return [line for line in err.splitlines() if line.startswith("moat: ")]
+
+
+def weights(folder):
+    return read_weights(folder)[0]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """The same runs and evaluations by two processes, and by one."""
+    folder = tmp_path_factory.mktemp("together")
+    data = tiny_images(folder / "data")
+    code, _, err = ended(torchrun(folder, "together", folder / "two", data))
+    assert code == 0, err
+    sys.path.append(str(HERE))
+    together.everything(folder / "one", data)
+    return folder
+
+
+@pytest.mark.parametrize("number", range(len(together.STAGES)))
+@pytest.mark.parametrize(("kind", "nearness"), [("in_double", 1e-12), ("in_single", 1e-4)])
+def test_two_processes_train_the_weights_that_one_trains(both, number, kind, nearness):
+    one, two = (weights(both / side / f"{kind}-{number}") for side in ("one", "two"))
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < nearness
+    records = [RunFolder(both / side / f"{kind}-{number}").read_record() for side in ("one", "two")]
+    assert records[0].counted == records[1].counted == records[1].planned
+    assert records[0].final["pgd7"] == records[1].final["pgd7"]
+    assert [record.environment["processes"] for record in records] == [1, 2]
+
+
+@pytest.mark.parametrize(("kind", "agreement"), [("in_double", 1.0), ("in_single", 0.995)])
+def test_two_processes_find_the_verdicts_that_one_finds(both, kind, agreement):
+    cards = [json.loads((both / side / f"{kind}-0" / "eval.json").read_text()) for side in ("one", "two")]
+    for name, verdicts in cards[0]["broken_by"].items():
+        same = [one == two for one, two in zip(verdicts, cards[1]["broken_by"][name], strict=True)]
+        assert sum(same) >= agreement * len(same), name
+    assert cards[0]["flags"] == cards[1]["flags"]
+    assert not list((both / "two" / f"{kind}-0").glob("*.partial"))
+
+
+def test_what_two_processes_found_is_verified_by_one(both, moat):
+    for side in ("one", "two"):
+        ending = moat("verify", both / side / "in_double-0" / "eval.json", "--trust-model-code")
+        assert ending.code == 0
+        assert "examples hold" in ending.out
+
+
+def options(data, out="run", model="counted"):
+    return ["moatlab", "train", "moat:2", "--data", data, "--model", f"models_for_tests:{model}", "--epochs", "6",
+            "--batch-size", "16", "--out", out, "--threads", "1"]  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path):
+    return tiny_images(tmp_path / "data")
+
+
+def test_a_killed_process_is_started_anew_by_torchrun_and_the_run_ends_with_the_same_bits(tmp_path, data):
+    code, _, err = ended(torchrun(tmp_path, *options(data, "undisturbed")))
+    assert code == 0, err
+    process = torchrun(tmp_path, *options(data, "killed", "slow"), options=["--max-restarts", "1"])
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    os.kill(worker(process.pid, 1), signal.SIGKILL)
+    code, _, err = ended(process)
+    assert code == 0, err
+    assert "continuing killed" in err
+    one, two = weights(tmp_path / "undisturbed"), weights(tmp_path / "killed")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def worker(torchrun_pid, rank):
+    """The process of that rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if parent == torchrun_pid and f"RANK={rank}".encode() in environment:
+            return int(folder.name)
+    raise AssertionError("no such process")
+
+
+def test_the_failure_of_one_process_ends_all_with_one_sentence_and_a_usable_checkpoint(tmp_path, data):
+    code, out, err = ended(torchrun(tmp_path, *options(data, model="fails_in_the_second")))
+    assert (code, out) == (1, "")
+    (sentence,) = said(err)
+    assert "stage" in sentence
+    assert "out of luck" in sentence
+    assert RunFolder(tmp_path / "run").checkpoints
+    code, _, err = ended(torchrun(tmp_path, *options(data, model="fails_in_the_second"), "--resume"))
+    assert "continuing run at step 5 of 30" in err
+
+
+def test_a_signal_to_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path, data):
+    process = torchrun(tmp_path, *options(data, model="slow"))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = ended(process)
+    assert code != 0
+    (sentence,) = said(err)
+    assert "interrupted by SIGTERM" in sentence
+    assert RunFolder(tmp_path / "run").read_record().status == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (["--batch-size", "15"], "--batch-size 15 can't be shared equally by 2 processes; choose a multiple of 2"),
+        (["--recipe", "recipe.toml"], "the processes were given different recipes"),
+    ],
+)
+def test_what_two_processes_cannot_do_is_refused_in_one_sentence(tmp_path, data, changed, says):
+    # A recipe file that each process finds to say something else, as on machines that hold different copies.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib\n"
+        "if os.environ.get('RANK') == '1': os.chdir('other')\n"
+    )  # fmt: skip
+    (tmp_path / "other").mkdir()
+    (tmp_path / "recipe.toml").write_text("lr = 0.1\n")
+    (tmp_path / "other" / "recipe.toml").write_text("lr = 0.2\n")
+    code, out, err = ended(torchrun(tmp_path, *options(data), *changed))
+    assert (code, out) == (1, "")  # torchrun's own; that of each process is 2
+    (sentence,) = said(err)
+    assert says in sentence
+    assert "exitcode  : 2" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_commands_are_not_for_torchrun(tmp_path):
+    _, _, err = ended(torchrun(tmp_path, "moatlab", "env"))
+    assert said(err) == ["moat: torchrun is for moat train and moat eval; start moat env by itself"]

@@ -1,0 +1,30 @@
+"""What two processes do in the tests: `torchrun ... -m together FOLDER DATA`. One process does it by itself."""
+
+import sys
+from pathlib import Path
+
+from moatlab import processes
+from moatlab.card import evaluate_subject
+from moatlab.recipe import make_recipe
+from moatlab.subject import load_subject
+from moatlab.training import train
+
+STAGES = "moat:2", "imoat:1,2,3", "standard | cutmix | nfgsm", "fgsm | kim | gradalign:0.5"
+
+
+def everything(folder, data):
+    processes.connect()
+    for kind in ("in_double", "in_single"):
+        for number, method in enumerate(STAGES):
+            recipe = make_recipe(
+                method, preset="mini", data=str(data), model=f"models_for_tests:{kind}", epochs=3, batch_size=12,
+                holdout=0, threads=1, augment=True, lr=0.05,
+            )  # fmt: skip
+            train(recipe, folder / f"{kind}-{number}")
+        run = folder / f"{kind}-0"
+        subject = load_subject(run, trust_model_code=True)
+        evaluate_subject(subject, attacks=["clean", "pgd50", "apgd-ce"], save_adversarial=True)
+
+
+if __name__ == "__main__":
+    everything(Path(sys.argv[1]), Path(sys.argv[2]))
