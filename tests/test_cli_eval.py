@@ -413,3 +413,15 @@ def test_another_norm_than_the_runs_has_the_usual_radius_and_a_new_card_takes_ol
     assert (run_folder / "eval_adversarial.npz").exists()
     assert "L2 eps 128/255" in moat("eval", run_folder, "--n", 10, "--attacks", "fgsm", "--norm", "l2").out
     assert not (run_folder / "eval_adversarial.npz").exists()
+
+
+def test_in_bf16_it_is_the_model_under_autocast_that_is_attacked_and_verified(moat, run_folder):
+    options = ("--n", 16, "--attacks", "pgd7", "--which", "best", "--save-adversarial")
+    code, out, err = moat("eval", run_folder.name, *options, "--precision", "bf16")
+    assert code == 0, err
+    assert "in bf16" in out
+    card = json.loads((run_folder / "eval_best.json").read_text())
+    assert card["settings"]["precision"] == "bf16"
+    assert moat("verify", run_folder / "eval_best.json").code == 0
+    assert moat("eval", run_folder.name, *options).code == 0
+    assert "precision" not in json.loads((run_folder / "eval_best.json").read_text())["settings"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from moatlab import display, processes
 from moatlab.attacks.geometry import USUAL_EPS, Norm, distance
@@ -25,7 +26,7 @@ from moatlab.files import UNREADABLE_ARRAYS, atomic, read_json_and_check, remove
 from moatlab.intervals import wilson
 from moatlab.models import BUILT_IN
 from moatlab.partial import discard, for_one_process, pieces
-from moatlab.precision import full_precision
+from moatlab.precision import DTYPES, Autocast, full_precision
 from moatlab.recipe import parse_eps
 from moatlab.subject import Subject, load_subject
 from moatlab.suitability import device_of
@@ -47,6 +48,7 @@ def evaluate_subject(
     batch_size: int | None = None,
     audit: bool = False,
     save_adversarial: bool = False,
+    precision: str = "fp32",
 ) -> dict[str, Any]:
     """Evaluate, write the card beside the model, and return it. Started again after any ending, it goes on.
 
@@ -79,7 +81,7 @@ def evaluate_subject(
         result = evaluate(
             subject.model, images.test_x[mine], images.test_y[mine], attacks=attacks, eps=parse_eps(radius, norm),
             norm=norm, seed=seed, batch_size=batch_size, audit=audit, keep_adversarial=save_adversarial,
-            examples=torch.arange(count)[mine], state=state, identity=identity,
+            precision=precision, examples=torch.arange(count)[mine], state=state, identity=identity,
         )  # fmt: skip
         result = merged(processes.from_all(result))
 
@@ -204,6 +206,9 @@ def verify(
     if not trust_model_code and options["model"] not in BUILT_IN:
         raise needs_trust(options["model"], path)
     subject = load_subject(beside, **options, data_dir=data_dir, device=device)
+    model = subject.model
+    if (precision := settings.get("precision", "fp32")) in DTYPES and precision != "fp32":
+        model = Autocast(model, precision)
     failures: list[str] = []
     if not unchanged:
         failures.append("the card was changed after it was written, or is damaged: its checksum does not fit")
@@ -227,7 +232,7 @@ def verify(
                 continue
             for begin in range(0, len(rows), VERIFIED_AT_ONCE):
                 chosen, z = rows[begin : begin + VERIFIED_AT_ONCE], points[begin : begin + VERIFIED_AT_ONCE]
-                far, outside, right = _check(subject, chosen, z, norm, settings["batch_size"])
+                far, outside, right = _check(model, subject, chosen, z, norm, settings["batch_size"])
                 worst = max(worst, float(far.max()))
                 for trouble, which in (
                     (f"is further than {settings['eps']} from its image", far > eps + TOLERANCE),
@@ -241,13 +246,13 @@ def verify(
 
 
 def _check(
-    subject: Subject, rows: torch.Tensor, z: torch.Tensor, norm: Any, batch_size: int
+    model: nn.Module, subject: Subject, rows: torch.Tensor, z: torch.Tensor, norm: Any, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     device = device_of(subject.model, z)
     x = as_floats(subject.images.test_x[rows])
     far = distance(z.double() - x.double(), norm).nan_to_num(nan=math.inf)
     outside = ~((z >= 0) & (z <= 1)).flatten(1).all(1)
-    logits = Probe(subject.model, batch_size=batch_size).logits(z.to(device))
+    logits = Probe(model, batch_size=batch_size).logits(z.to(device))
     return far, outside, ~is_wrong(logits, subject.images.test_y[rows].to(device)).cpu()
 
 

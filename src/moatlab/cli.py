@@ -198,12 +198,14 @@ def run_comparison(
 @click.option("--device", default="auto", show_default=True)
 @trust_option
 @click.option("--save-adversarial", is_flag=True, help="Keep what was found, for `moat verify`.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True,
+              help="what the model computes in; other than fp32 it is another model")  # fmt: skip
 @click.option("--audit", is_flag=True, help="Attack what stands once more, with another seed and more restarts.")
 @json_option
 def eval_command(
     target: Path | None, attacks: str, eps: str | None, norm: Any, count: int | None, seed: int,
     batch_size: int | None, which: str, model: str | None, data: str | None, data_dir: Path | None, device: str,
-    trust_model_code: bool, save_adversarial: bool, audit: bool, as_json: bool,
+    trust_model_code: bool, save_adversarial: bool, precision: str, audit: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Accuracy under attack: of a run folder, of a .safetensors or .pt file, or of --model package.module:factory.
 
@@ -228,7 +230,7 @@ def eval_command(
     processes.connect()
     card = evaluate_subject(
         subject, attacks=["clean", *names], eps=eps, norm=norm, count=count, seed=seed, batch_size=batch_size,
-        audit=audit, save_adversarial=save_adversarial,
+        audit=audit, save_adversarial=save_adversarial, precision=precision,
     )  # fmt: skip
     if not processes.is_first():
         return

@@ -24,7 +24,7 @@ from moatlab.environment import keep_freed_memory
 from moatlab.errors import Interrupted, UserError
 from moatlab.interrupts import Caught, signals_caught
 from moatlab.partial import Partial
-from moatlab.precision import full_precision
+from moatlab.precision import DTYPES, Autocast, full_precision
 from moatlab.randomness import key
 from moatlab.recipe import parse_eps
 from moatlab.redflags import Flag
@@ -67,6 +67,7 @@ def evaluate(
     examples: Tensor | None = None,
     audit: bool = False,
     keep_adversarial: bool = False,
+    precision: str = "fp32",
     state: Path | None = None,
     identity: dict[str, Any] | None = None,
 ) -> Evaluation:
@@ -74,7 +75,8 @@ def evaluate(
 
     x is float, (N, C, H, W), in [0, 1]; or bytes, (N, H, W, C), as data sets hold them. The model is evaluated in eval
     mode, in full precision, and is given back exactly as it was. The radius is 8/255 in L-inf and 128/255 in L2 unless
-    it is given. An example counts as broken only where this very model misclassifies a point found in the ball.
+    it is given. An example counts as broken only where this very model misclassifies a point found in the ball. With
+    another `precision`, bf16 or fp16, it is the model under autocast that is evaluated, and attacked.
 
     `examples` numbers the images within their data set (0, 1, ... if not given): random draws depend on the seed and
     that number alone, so that batches, chunks, order and shards change no draw. With `state`, a folder, an evaluation
@@ -84,11 +86,15 @@ def evaluate(
     check_norm(norm)
     eps = parse_eps(USUAL_EPS[norm], norm) if eps is None else eps
     check_input(x, y, eps, norm, examples)
+    if precision not in DTYPES:
+        raise UserError(f"the precision must be one of {', '.join(DTYPES)}, not '{precision}'")
     for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
         if size is not None and size < 1:
             raise UserError(f"{name} is {size}; it must be at least 1")
     keep_freed_memory()
     device = device_of(model, x)
+    if precision != "fp32":
+        model = Autocast(model, precision)
     with torch.inference_mode(False), evaluating(model), full_precision(), own_generator(seed):
         x, y = (tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in (x, y.long()))
         job = _Job(model, device, x, y, names, eps, norm, seed, batch_size, chunk_size, examples, audit)
@@ -96,6 +102,8 @@ def evaluate(
             "attacks": ["clean", *names], "eps": eps, "norm": norm, "seed": seed, "images": len(y), "audit": audit,
             "chunk_size": job.chunk_size, "batch_size": job.attacked.batch_size, "classes": job.classes,
         }  # fmt: skip
+        if precision != "fp32":
+            settings["precision"] = precision
         numbers = hashlib.sha256(job.examples.numpy().tobytes()).hexdigest()
         identity = {**settings, "examples": numbers, "keep_adversarial": keep_adversarial, **(identity or {})}
         partial = Partial(state, identity, keep_examples=keep_adversarial)

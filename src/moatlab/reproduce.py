@@ -65,7 +65,7 @@ class Sweep:
         passes = sum(
             part.work * (counts[name] or test)
             for name in COLUMNS[1:]
-            for part in parts_of(name, eps=job.recipe.eps_value, norm="linf", classes=classes)
+            for part in parts_of(name, eps=job.recipe.eps_value, norm=job.recipe.norm, classes=classes)
         )
         models = 2 if job.recipe.holdout else 1  # the last epoch and the best
         return job.passes + models * STANDING * passes / train

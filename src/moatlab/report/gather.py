@@ -149,8 +149,11 @@ def _read_card(path: Path, model: str | None, recipe: Recipe | None) -> dict[str
     if card["subject"]["sha256"] != model:
         raise UserError(f"{path} is of another model than this run's; evaluate it again")
     asked = card["settings"]
-    if recipe and (asked["norm"], parse_eps(asked["eps"], asked["norm"])) != ("linf", recipe.eps_value):
-        raise UserError(f"{path} is left out: it is at {asked['norm']} eps {asked['eps']}, the run at {recipe.eps}")
+    if recipe and (asked["norm"], parse_eps(asked["eps"], asked["norm"])) != (recipe.norm, recipe.eps_value):
+        at = f"{asked['norm']} eps {asked['eps']}"
+        raise UserError(f"{path} is left out: it is at {at}, the run at {recipe.norm} eps {recipe.eps}")
+    if asked.get("precision", "fp32") != "fp32":
+        raise UserError(f"{path} is left out: it is of the model in {asked['precision']}; evaluate it in fp32")
     return card
 
 

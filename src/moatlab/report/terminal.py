@@ -8,6 +8,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from moatlab.recipe import NORM_NAMES
+
 
 def print_comparison(result: dict[str, Any]) -> None:
     columns = ("method", "clean %", "fgsm %", "pgd7 %", "passes", "train s", "collapsed")
@@ -27,8 +29,9 @@ def print_comparison(result: dict[str, Any]) -> None:
 
 def print_card(card: dict[str, Any]) -> None:
     settings, data = card["settings"], card["data"]
-    ball = {"linf": "L-inf", "l2": "L2"}[settings["norm"]]
+    ball = NORM_NAMES[settings["norm"]]
     title = f"{card['subject']['name']}: {data['images']:,} test images of {data['name']}, {ball} eps {settings['eps']}"
+    title += f", in {settings['precision']}" if "precision" in settings else ""
     table = Table("attack", "accuracy %", "95 %", "forwards", "gradients", "seconds", title=title)
     for column in table.columns[1:]:
         column.justify = "right"
