@@ -313,6 +313,11 @@ def test_tensorboard_can_read_the_run(moat, alone, tiny_options):
         assert [scalar.value for scalar in scalars] == pytest.approx(
             [line[name] for line in read_metrics(alone / "run")]
         )
+    assert [image.step for image in events.Images("images/pgd7")] == [1, 2, 3]
+    assert [text.step for text in events.Tensors("stage/text_summary")] == [1, 2, 3]
+    assert events.PluginTagToContent("hparams")
+    final = json.loads((alone / "run" / "run.json").read_text())["final"]
+    assert events.Scalars("test/pgd7")[0].value == pytest.approx(final["pgd7"])
 
 
 @pytest.mark.parametrize(("epochs", "stage", "better"), [(1, "mixup", 3), (4, "mixup", 3), (5, "fast", 6)])
