@@ -44,13 +44,22 @@ def test_safetensors_are_those_of_the_run_with_a_model_card_that_tells_how_robus
     assert (card["library_name"], card["pipeline_tag"]) == ("moatlab", "image-classification")
     (result,) = card["model-index"][0]["results"]
     accuracy = json.loads((run / "eval.json").read_text())["results"]["pgd50"]["accuracy"]
-    assert {"type": "accuracy", "name": "accuracy under pgd50 (8/255)", "value": 100 * accuracy} in result["metrics"]
+    assert {"type": "accuracy", "name": "accuracy under pgd50 (L-inf, eps 8/255)", "value": 100 * accuracy} in result[
+        "metrics"
+    ]
 
 
 def test_a_model_that_was_not_evaluated_says_so_on_its_card(run, moat):
     assert moat("export", run, "--format", "safetensors", "--out", "elsewhere").code == 0
     assert "has not been evaluated" in (run.parent / "elsewhere" / "README.md").read_text()
     assert "model-index" not in metadata(run.parent / "elsewhere" / "README.md")
+
+
+def test_an_evaluation_under_another_threat_is_not_the_models_robustness(run, moat):
+    assert moat("eval", run, "--attacks", "pgd50", "--n", 16, "--eps", "1/255").code == 0
+    ending = moat("export", run, "--format", "safetensors")
+    assert "is left out" in ending.err
+    assert "has not been evaluated" in (run / "export-safetensors" / "README.md").read_text()
 
 
 def test_an_onnx_graph_answers_as_the_model_does_in_batches_of_any_size(run, moat):
@@ -117,7 +126,7 @@ def test_robustbenchs_module_takes_the_exported_weights_and_answers_alike(shortc
     model = build_model("preact_resnet18", classes=10, arguments=arguments)
     model(torch.rand(8, 3, 32, 32))  # running statistics that are not the first ones
     model.eval()
-    described = {"model": "preact_resnet18", "arguments": arguments, "image_shape": [32, 32, 3]}
+    described = {"model": "preact_resnet18", "arguments": arguments, "image_shape": [32, 32, 3], "data": "cifar10"}
     tensors, block = to_robustbench(model, described)
     assert block == {"activated": "PreActBlockV2", "raw": "PreActBlock"}[shortcut]
     theirs = TheirPreActResNet(shortcut == "activated", final_norm)
@@ -137,7 +146,7 @@ def test_robustbenchs_module_takes_the_exported_weights_and_answers_alike(shortc
 )
 def test_robustbench_has_one_preact_resnet_and_others_are_refused_in_a_sentence(changed, says):
     described = {
-        "model": "preact_resnet18", "image_shape": [32, 32, 3],
+        "model": "preact_resnet18", "image_shape": [32, 32, 3], "data": "cifar100",
         "arguments": {"width": 64, "shortcut": "raw", "final_norm": True}, **changed,
     }  # fmt: skip
     model = BUILT_IN["preact_resnet18"](classes=10, width=8)
@@ -148,6 +157,9 @@ def test_robustbench_has_one_preact_resnet_and_others_are_refused_in_a_sentence(
 def test_what_cannot_be_exported_is_refused_in_a_sentence(run, moat, monkeypatch):
     ending = moat("export", run, "--format", "robustbench")
     assert (ending.code, ending.err) == (2, "moat: RobustBench is of CIFAR-10 and CIFAR-100; this model is of data\n")
+    assert not (run / "export-robustbench").exists()
+    (run.parent / "README.md").write_text("mine")
+    assert "did not write" in moat("export", run, "--format", "safetensors", "--out", ".").err
     assert moat("export", "nowhere", "--format", "onnx").code == 2
     monkeypatch.setattr("moatlab.export.find_spec", lambda _: None)
     ending = moat("export", run, "--format", "onnx")

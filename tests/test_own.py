@@ -197,9 +197,14 @@ def test_floats_that_were_bytes_are_those_bytes_and_others_are_refused():
     for bad in (torch.randn(12, 3, 6, 6), torch.rand(12, 3, 6, 6), pixels.int(), pixels[0]):
         with pytest.raises(UserError):
             moatlab.as_images((bad, y), (pixels, y))
-    for bad in (y[:5], y.float(), y - 1):
+    for bad in (y[:5], y.float(), y - 1, np.array(["cat"] * 12)):
         with pytest.raises(UserError):
             moatlab.as_images((pixels, bad), (pixels, y))
+        with pytest.raises(UserError):
+            moatlab.as_images((pixels, bad))
+    with pytest.raises(UserError):
+        moatlab.as_images((pixels.float() / 255, y))  # channels last, as floats
+    assert torch.equal(moatlab.as_images((pixels.numpy()[:, ::-1], y), (pixels, y)).train_x, pixels.flip(1))
 
 
 @pytest.mark.usefixtures("alone")

@@ -367,3 +367,12 @@ def test_l2_has_a_radius_of_its_own_unless_one_is_given():
     assert make_recipe("moat:2", norm="l2", eps="1.5").eps_value == 1.5
     with pytest.raises(UserError, match="between 0 and 1"):
         make_recipe("moat:2", eps="1.5")
+
+
+def test_a_radius_in_a_file_is_not_taken_for_one_of_another_norm(tmp_path):
+    file = written(tmp_path, 'eps = "8/255"\n')
+    assert make_recipe("moat:2", file=file, norm="l2").eps == "128/255"
+    assert make_recipe("moat:2", file=file, norm="l2", eps="1").eps == "1"
+    file = written(tmp_path, 'eps = "1.0"\nnorm = "l2"\n')
+    assert make_recipe("moat:2", file=file).eps == "1.0"
+    assert make_recipe("moat:2", file=file, norm="linf").eps == "16/255"

@@ -68,6 +68,7 @@ def evaluate_subject(
         "moatlab": environment["moatlab"], "torch": environment["torch"], "threads": environment["threads"],
         "device": environment["device"],
     }  # fmt: skip
+    processes.agree("models or images", [*identity.values(), count, attacks, radius, norm, seed, precision])
     parts = processes.from_all(processes.share(count))
     stem = subject.card.name.removesuffix(".json")
     names = [f"{stem}.partial", *(f"{stem}_{number}.partial" for number in range(1, len(parts)))]
@@ -206,8 +207,8 @@ def verify(
     if not trust_model_code and options["model"] not in BUILT_IN:
         raise needs_trust(options["model"], path)
     subject = load_subject(beside, **options, data_dir=data_dir, device=device)
-    model = subject.model
-    if (precision := settings.get("precision", "fp32")) in DTYPES and precision != "fp32":
+    model, precision = subject.model, str(settings.get("precision", "fp32"))
+    if precision in DTYPES and precision != "fp32":
         model = Autocast(model, precision)
     failures: list[str] = []
     if not unchanged:
@@ -223,7 +224,7 @@ def verify(
     examples = read_examples(saved, [name for name in broken_by if name != "clean"])
     checked = 0
     worst = 0.0
-    with evaluating(subject.model), full_precision(), display.Bar("verify", max(len(broken_by), 1)) as bar:
+    with evaluating(model), full_precision(), display.Bar("verify", max(len(broken_by), 1)) as bar:
         for number, (name, rows, points) in enumerate(examples):
             expected = [row for row, verdict in enumerate(broken_by[name]) if verdict not in NOT_FOUND]
             shape = (len(rows), *as_floats(subject.images.test_x[:1]).shape[1:])

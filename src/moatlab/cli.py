@@ -276,12 +276,11 @@ def verify_command(card: Path, data_dir: Path | None, device: str, trust_model_c
     "--which", type=click.Choice(["last", "best"]), default="last", show_default=True, help="epoch of the run"
 )
 @click.option("--out", type=Path, help="The folder to write to  [default: RUN/export-FORMAT]")
-@data_dir_option
 @trust_option
 @json_option
 def export_command(
-    run: Path, kind: str, which: str, out: Path | None, data_dir: Path | None, trust_model_code: bool, as_json: bool
-) -> None:
+    run: Path, kind: str, which: str, out: Path | None, trust_model_code: bool, as_json: bool
+) -> None:  # fmt: skip
     """The model of RUN for other tools, with a model card (README.md).
 
     \b
@@ -291,7 +290,7 @@ def export_command(
     """
     from moatlab.export import export
 
-    files = export(run, kind, out, which=which, data_dir=data_dir, trust_model_code=trust_model_code)
+    files = export(run, kind, out, which=which, trust_model_code=trust_model_code)
     if as_json:
         print_json({"format": kind, "files": [str(path) for path in files]})
         return
@@ -395,6 +394,7 @@ def main() -> NoReturn:
     try:
         cli.main(arguments, standalone_mode=False)
         sys.stdout.flush()  # here a full disk can still be told of
+        processes.disconnect()
         sys.exit(0)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
@@ -412,12 +412,21 @@ def main() -> NoReturn:
         if processes.may_speak():
             with suppress(OSError):
                 click.echo(f"moat: {' '.join(message.split())}", err=True)
-        if isinstance(error, Interrupted):
-            sys.exit(128 + error.signal_number)
-        sys.exit(2 if isinstance(error, UserError | click.ClickException) else 1)
+        code = 2 if isinstance(error, UserError | click.ClickException) else 1
+        end(128 + error.signal_number if isinstance(error, Interrupted) else code)
     except (KeyboardInterrupt, click.Abort):
         click.echo("moat: interrupted", err=True)
         sys.exit(130)
+
+
+def end(code: int) -> NoReturn:
+    """One of several processes ends at once: to take leave of the others, it would have to wait for them."""
+    if processes.launched() == 1:
+        sys.exit(code)
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def sentence(error: Exception) -> str:

@@ -13,7 +13,6 @@ from moatlab.data import Images
 from moatlab.data.arrays import as_images
 from moatlab.errors import UserError
 from moatlab.models import load
-from moatlab.models.weights import read_weights, set_weights
 from moatlab.recipe import Recipe, default_name, make_recipe
 from moatlab.runfolder import RunRecord
 
@@ -81,5 +80,4 @@ def train(
                             **running)  # fmt: skip
     if not isinstance(model, nn.Module):
         return TrainedRun(folder, record, load(folder, trust_model_code=True))
-    set_weights(model, read_weights(folder)[0], folder)  # of a run that was finished before
     return TrainedRun(folder, record, model.eval())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moatlab.data.batches import as_floats
-from moatlab.errors import Damaged, RunFailed, UserError
+from moatlab.data import KNOWN_SIZES
+from moatlab.display import warn
+from moatlab.errors import RunFailed, UserError
 from moatlab.files import atomic, make_folder, read_json
-from moatlab.models import users_code
+from moatlab.models import load, users_code
 from moatlab.models.preact_resnet import PreActResNet
 from moatlab.models.weights import read_weights
-from moatlab.recipe import NORM_NAMES
-from moatlab.subject import Subject, load_subject, weights_file
+from moatlab.randomness import generator
+from moatlab.recipe import NORM_NAMES, parse_eps
+from moatlab.subject import card_path, model_sha256, weights_file
 
 FORMATS = ("safetensors", "robustbench", "onnx")
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
@@ -28,60 +31,82 @@ PAPER = "https://arxiv.org/abs/2106.15357"
 LAYERS = {"preact_resnet18": (2, 2, 2, 2), "preact_resnet34": (3, 4, 6, 3), "preact_resnet50": (3, 4, 6, 3)}
 
 
+@dataclass(frozen=True)
+class Exported:
+    """A trained model, what its file says about it, and its evaluation where there is one."""
+
+    model: nn.Module
+    description: dict[str, Any]
+    card: dict[str, Any] | None
+
+    @property
+    def threat(self) -> str:
+        return f"{NORM_NAMES[self.description['norm']]}, eps {self.description['eps']}"
+
+
 def export(
-    run: Path, kind: str, out: Path | None = None, *, which: str = "last", data_dir: Path | None = None,
-    trust_model_code: bool = False,
-) -> list[Path]:  # fmt: skip
+    run: Path, kind: str, out: Path | None = None, *, which: str = "last", trust_model_code: bool = False
+) -> list[Path]:
     """Write the model of a run folder in one of FORMATS into `out` (RUN/export-KIND if not given); the files."""
     missing = [name for name in NEEDED.get(kind, ()) if find_spec(name) is None]
     if missing:
         raise UserError(f'--format {kind} needs {", ".join(missing)}; install it with: pip install "moatlab[{kind}]"')
     if not (run / "run.json").exists():
         raise UserError(f"{run} is not the folder of a run")
-    subject = load_subject(run, which=which, data_dir=data_dir, device="cpu", trust_model_code=trust_model_code)
-    description = read_weights(weights_file(run, which))[1]
-    card = _card(subject)
+    source = weights_file(run, which)
+    description = read_weights(source)[1]
+    model = load(source, trust_model_code=trust_model_code)
+    it = Exported(model, description, _card(card_path(run, which), model, description))
     out = out or run / f"export-{kind}"
+    readme = out / "README.md"
+    if readme.exists() and "library_name: moatlab" not in readme.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"--out {out}: there is a README.md that moatlab did not write; name another folder")
+    if kind == "robustbench":
+        tensors, block = to_robustbench(model, description)
     make_folder(out)
     if kind == "safetensors":
         files = [out / "model.safetensors"]
-        with atomic(files[0]) as file, weights_file(run, which).open("rb") as source:
-            shutil.copyfileobj(source, file)
+        with atomic(files[0]) as file, source.open("rb") as content:
+            shutil.copyfileobj(content, file)
     elif kind == "robustbench":
-        files = _to_robustbench(subject, description, card, out)
+        files = _write_for_robustbench(it, tensors, block, out)
     else:
-        files = [_to_onnx(subject, out / "model.onnx")]
-    readme = out / "README.md"
+        files = [_to_onnx(it, out / "model.onnx")]
     with atomic(readme) as file:
-        file.write(model_card(subject, description, card, kind).encode())
+        file.write(model_card(it, kind).encode())
     return [*files, readme]
 
 
-def _card(subject: Subject) -> dict[str, Any] | None:
-    """The evaluation of this very model, where there is one."""
+def _card(path: Path, model: nn.Module, description: dict[str, Any]) -> dict[str, Any] | None:
+    """The evaluation of this very model on its own test images, under its own threat, in fp32; if there is one."""
     try:
-        card = read_json(subject.card)
-    except Damaged:
+        card = read_json(path)
+        settings = card["settings"]
+        same = (
+            card["subject"]["sha256"] == model_sha256(model, description["arguments"])
+            and card["data"]["sha256"] == description["data_sha256"]
+            and settings["norm"] == description["norm"]
+            and parse_eps(settings["eps"], settings["norm"]) == parse_eps(description["eps"], description["norm"])
+            and "precision" not in settings
+        )
+    except (UserError, KeyError, TypeError):
         return None
-    return card if card["subject"]["sha256"] == subject.sha256 else None
+    if not same:
+        warn(f"{path} is left out: it is of another model, threat or data than the run's")
+    return card if same else None
 
 
 # --- RobustBench
 
 
-def _to_robustbench(
-    subject: Subject, description: dict[str, Any], card: dict[str, Any] | None, out: Path
-) -> list[Path]:
+def _write_for_robustbench(it: Exported, tensors: dict[str, Tensor], block: str, out: Path) -> list[Path]:
     """The state dict of its PreActResNet (with `mu` and `sigma`, by which its models normalise), and its model info."""
-    if description.get("data") not in ("cifar10", "cifar100"):
-        raise UserError(f"RobustBench is of CIFAR-10 and CIFAR-100; this model is of {description.get('data')}")
-    tensors, block = to_robustbench(subject.model, description)
+    description, card = it.description, it.card
+    weights, info = out / "model.pt", out / "model_info.json"
     buffer = io.BytesIO()
     torch.save(tensors, buffer)
-    weights, info = out / "model.pt", out / "model_info.json"
     with atomic(weights) as file:
         file.write(buffer.getvalue())
-    results = card["results"] if card and card["data"]["images"] == len(subject.images.test_y) else {}
     fields: dict[str, Any] = {
         "link": PAPER, "name": f"moatlab: {description['method']}", "authors": "", "additional_data": False,
         "number_forward_passes": 1, "dataset": description["data"], "venue": "unpublished",
@@ -89,9 +114,10 @@ def _to_robustbench(
                         f"bn_before_fc={description['arguments']['final_norm']})",
         "eps": description["eps"], "footnote": "mu and sigma are buffers: (x - mu) / sigma comes first.",
     }  # fmt: skip
+    whole = card is not None and card["data"]["images"] == KNOWN_SIZES[description["data"]][1]
     for key, attack in (("clean_acc", "clean"), ("autoattack_acc", "aa"), ("reported", "aa")):
-        if attack in results:
-            fields[key] = f"{100 * results[attack]['accuracy']:.2f}"
+        if card and whole and attack in card["results"]:
+            fields[key] = f"{100 * card['results'][attack]['accuracy']:.2f}"
     with atomic(info) as file:
         file.write(json.dumps(fields, indent=2).encode() + b"\n")
     return [weights, info]
@@ -99,6 +125,8 @@ def _to_robustbench(
 
 def to_robustbench(model: nn.Module, description: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
     """Our tensors under RobustBench's names, and the name of its block."""
+    if description["data"] not in ("cifar10", "cifar100"):
+        raise UserError(f"RobustBench is of CIFAR-10 and CIFAR-100; this model is of {description['data']}")
     name, arguments = description["model"], description["arguments"]
     if name not in LAYERS or not isinstance(model, PreActResNet):
         raise UserError(f"RobustBench's PreAct ResNet is exported, from {', '.join(LAYERS)}; this model is {name}")
@@ -127,19 +155,20 @@ def to_robustbench(model: nn.Module, description: dict[str, Any]) -> tuple[dict[
 # --- ONNX
 
 
-def _to_onnx(subject: Subject, path: Path) -> Path:
+def _to_onnx(it: Exported, path: Path) -> Path:
     """The model as a graph of any batch size; compared with the model itself before it is kept."""
     import numpy as np
     import onnxruntime
 
-    images = as_floats(subject.images.test_x[:4]).contiguous()
-    model = subject.model.eval().requires_grad_(False)
+    height, width, channels = it.description["image_shape"]
+    images = torch.rand(4, channels, height, width, generator=generator(0, "images to compare"))
+    model = it.model.eval().requires_grad_(False)
     draft = path.with_name(f".{path.name}.tmp")
     try:
         with users_code("the model can't be exported to ONNX", RunFailed), torch.no_grad():
             torch.onnx.export(
                 model, (images,), str(draft), input_names=["images"], output_names=["logits"], verbose=False,
-                dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), external_data=False,
+                dynamo=True, dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), external_data=False,
             )  # fmt: skip
         session = onnxruntime.InferenceSession(str(draft), providers=["CPUExecutionProvider"])
         for part in (images, images[:1], images[:3]):
@@ -157,10 +186,10 @@ def _to_onnx(subject: Subject, path: Path) -> Path:
 # --- the model card
 
 
-def model_card(subject: Subject, description: dict[str, Any], card: dict[str, Any] | None, kind: str) -> str:
+def model_card(it: Exported, kind: str) -> str:
     """README.md with the metadata that model hubs read, the results with their conditions, and how to load it."""
-    data, method = str(description["data"]), str(description["method"])
-    threat = f"{NORM_NAMES[subject.norm]}, eps = {subject.eps}"
+    description, card = it.description, it.card
+    data, method = (" ".join(str(description[name]).split()) for name in ("data", "method"))
     lines = [
         "---", "library_name: moatlab", "pipeline_tag: image-classification",
         "tags:", "- adversarial-robustness", "- adversarial-training", "- image-classification", "- pytorch",
@@ -173,20 +202,19 @@ def model_card(subject: Subject, description: dict[str, Any], card: dict[str, An
             f"      name: {json.dumps(data)}", f"      type: {json.dumps(data)}", "      split: test", "    metrics:",
         ]  # fmt: skip
         for name, result in card["results"].items():
-            title = "accuracy" if name == "clean" else f"accuracy under {name} ({card['settings']['eps']})"
+            title = "accuracy" if name == "clean" else f"accuracy under {name} ({it.threat})"
             lines += ["    - type: accuracy", f"      name: {json.dumps(title)}",
                       f"      value: {100 * result['accuracy']:.2f}"]  # fmt: skip
     shape = description["image_shape"]
     lines += [
-        "---", "", f"# {method} on {data}", "",
-        f"An image classifier that was trained to be robust ({threat}) by `{method}`, with "
+        "---", "", f"# `{method}` on {data}", "",
+        f"An image classifier that was trained to be robust ({it.threat}) by `{method}`, with "
         "[moatlab](https://pypi.org/project/moatlab/). It takes images in [0, 1], "
         f"{shape[1]}x{shape[0]} with {shape[2]} channels, without normalisation, and returns "
         f"{description['classes']} logits.", "",
     ]  # fmt: skip
     if card:
-        count = card["data"]["images"]
-        lines += [f"On {count:,} test images, {card['settings']['eps']} in {NORM_NAMES[card['settings']['norm']]}:", "",
+        lines += [f"On {card['data']['images']:,} test images ({it.threat}):", "",
                   "| attack | accuracy | 95 % interval |", "|---|---|---|"]  # fmt: skip
         for name, result in card["results"].items():
             low, high = result["interval"]
@@ -195,16 +223,16 @@ def model_card(subject: Subject, description: dict[str, Any], card: dict[str, An
         lines += [f"Red flag: {flag['name']}. {flag['meaning']} ({flag['evidence']})" for flag in card["flags"]]
     else:
         lines += ["It has not been evaluated: `moat eval RUN` before this export writes results here.", ""]
-    lines += ["## Use", "", *_use(kind, subject), ""]
+    lines += ["## Use", "", *_use(kind, ":" in str(description["model"])), ""]
     return "\n".join(lines)
 
 
-def _use(kind: str, subject: Subject) -> list[str]:
+def _use(kind: str, names_code: bool) -> list[str]:
     if kind == "onnx":
         call = '(logits,) = session.run(["logits"], {"images": images})  # float32, (N, C, H, W) in [0, 1]'
         return ["```python", 'session = onnxruntime.InferenceSession("model.onnx")', call, "```"]
     if kind == "robustbench":
         return ["The `.pt` file is a state dict of RobustBench's `PreActResNet` with the buffers `mu` and `sigma`; the "
                 "`.json` file is its model info."]  # fmt: skip
-    trust = ", trust_model_code=True" if ":" in str(subject.source["model"]) else ""
+    trust = ", trust_model_code=True" if names_code else ""
     return ["```python", "import moatlab", "", f'model = moatlab.load("model.safetensors"{trust})', "```"]

@@ -36,6 +36,7 @@ def measure(
     seed: int,
     tick: Callable[[int], None] = lambda _: None,
     keep: list[Tensor] | None = None,
+    shared: bool = False,
 ) -> dict[str, float]:
     """Accuracies as fractions, in eval mode: `clean`; `fgsm`, one step of eps from x; `pgd7`, seven steps of eps/4
     from one random start, the last iterate. The starts depend on the seed and the image only, so that two epochs,
@@ -46,14 +47,14 @@ def measure(
     where it is near 0 the loss is bent within the ball, and one step along the gradient at x says nothing. Both
     gradients are needed anyway.
 
-    Connected processes, each with all of the images, share the work; each gets the whole result.
+    `shared`: connected processes, which all call this with all of the images, share the work; each gets the result.
     """
     probe = Probe(model)
     right = torch.zeros(3, dtype=torch.int64, device=y.device)
     misaligned = torch.zeros((), device=y.device)
     with evaluating(model), full_precision():
         blocks = range(0, len(y), BATCH)
-        for begin in blocks[processes.share(len(blocks))]:
+        for begin in blocks[processes.share(len(blocks))] if shared else blocks:
             images, labels = as_floats(x[begin : begin + BATCH]), y[begin : begin + BATCH]
             draws = generator(seed, "monitor", begin // BATCH, device=y.device)
             start = project(images + uniform_in_ball(images, eps, norm, draws), images, eps, norm)
@@ -68,8 +69,10 @@ def measure(
             if keep is not None and not keep:
                 keep += [images[:SHOWN].cpu(), iterated[:SHOWN].cpu()]
             tick(begin + len(labels))
-    clean, single, multi = (count / len(y) for count in processes.summed(right).tolist())
-    alignment = 1 - processes.summed(misaligned).item() / len(y)
+    if shared:
+        right, misaligned = processes.summed(right), processes.summed(misaligned)
+    clean, single, multi = (count / len(y) for count in right.tolist())
+    alignment = 1 - misaligned.item() / len(y)
     return {"clean": clean, "fgsm": single, "pgd7": multi, "alignment": alignment}
 
 

@@ -33,6 +33,7 @@ class Autocast(nn.Module):
     def __init__(self, model: nn.Module, precision: str) -> None:
         super().__init__()
         self.model, self.dtype = model, DTYPES[precision]
+        self.training = model.training
 
     def forward(self, x: Tensor) -> Tensor:
         scaled = self.dtype == torch.float16 and x.requires_grad

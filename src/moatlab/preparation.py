@@ -129,7 +129,7 @@ def context_of(session: Session, step: int) -> Context:
     draws = generator(recipe.seed, "stage", step, device=session.device)
     return Context(
         session.trained_model, session.forward, recipe.eps_value, draws, len(session.images.classes),
-        recipe.bn_in_attack, recipe.norm,
+        recipe.bn_in_attack, recipe.norm, shared=True,
     )  # fmt: skip
 
 
@@ -166,7 +166,9 @@ def split(images: Images, recipe: Recipe, device: torch.device) -> tuple[Batches
             f"choose a multiple of {processes.count()}"
         )
     y = images.train_y.to(device)
-    x = images.train_x.to(device) if isinstance(images.train_x, Tensor) else images.train_x
+    x = images.train_x
+    if isinstance(x, Tensor) and fits(x, device):
+        x = x.to(device)
     trained = x[:count] if isinstance(x, Tensor) else x.part(range(count))
     batches = Batches(trained, y[:count], recipe.batch_size, recipe.augment, recipe.seed)
     if recipe.monitor == "test":
@@ -174,9 +176,13 @@ def split(images: Images, recipe: Recipe, device: torch.device) -> tuple[Batches
     watched = torch.arange(count, len(y))
     if recipe.monitor == "train":
         watched = torch.randperm(count, generator=generator(0, "watched training images"))[:TRAIN_SAMPLE]
-    if isinstance(x, Tensor):
-        return batches, x[watched.to(device)], y[watched.to(device)]
-    return batches, x.part(watched.tolist()).in_memory().to(device), y[watched.to(device)]
+    watched_x = x[watched.to(x.device)] if isinstance(x, Tensor) else x.part(watched.tolist()).in_memory()
+    return batches, watched_x.to(device), y[watched.to(device)]
+
+
+def fits(images: Tensor, device: torch.device) -> bool:
+    """Whether a GPU has room for all images beside the model; where it has not, batches go there one by one."""
+    return device.type != "cuda" or images.numel() < torch.cuda.mem_get_info(device)[0] / 2
 
 
 def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:

@@ -6,7 +6,6 @@ process that torchrun did not start is alone: it is number 0 of 1, and nothing h
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -74,17 +73,41 @@ def connect() -> None:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    if launched() == 1 or dist.is_initialized():
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_world_size() != launched() or "gloo" not in str(dist.get_backend_config()):
+            raise UserError(
+                "the processes are connected already, in a way that moatlab can't use; start them by torchrun, and "
+                'connect them by torch.distributed.init_process_group("cpu:gloo,cuda:nccl") or not at all'
+            )
         return
-    if torch.cuda.is_available():
+    if launched() == 1:
+        return
+    if number_on_this_machine() < torch.cuda.device_count():
         torch.cuda.set_device(number_on_this_machine())
+    torch.set_num_threads(cores())  # where nothing else says how many; torchrun would have it be one
     with together():
         store, rank, size = next(iter(rendezvous("env://")))
         # After a restart PyTorch's store still holds the addresses of processes that are gone: these get new names.
         store = dist.PrefixStore(f"moatlab {restarts()}", store)  # type: ignore[attr-defined]
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(kind, timeout=PATIENCE, store=store, rank=rank, world_size=size)
-    atexit.register(dist.destroy_process_group)
+
+
+def disconnect() -> None:
+    """At a good end. After a failure nccl would wait for processes that are gone."""
+    import torch.distributed as dist
+
+    if launched() > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def agree(what: str, value: Any) -> None:
+    """Refuse to go on where the processes were given different things."""
+    values = from_all(value)
+    if any(other != values[0] for other in values):
+        raise UserError(
+            f"the processes were given different {what}; start all by the same command, with the same files"
+        )
 
 
 @contextmanager
@@ -101,8 +124,8 @@ def together() -> Iterator[None]:
 
 
 def share(total: int) -> slice:
-    """This process's part of `total` items in a row; the parts differ by one item at most."""
-    return slice(total * _rank() // count(), total * (_rank() + 1) // count())
+    """This process's part of `total` items in a row; the first processes may have one item more than the last."""
+    return slice(*(-(-total * rank // count()) for rank in (_rank(), _rank() + 1)))
 
 
 def _rank() -> int:

@@ -221,7 +221,10 @@ def make_recipe(
     named = str(layers.get("model", ""))
     if ":" in named and options.get("model") is None and not trust_model_code:
         raise needs_trust(named, f"the recipe {file}")
-    layers |= {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
+    if given.get("norm", layers.get("norm", "linf")) != layers.get("norm", "linf"):
+        layers.pop("eps", None)  # a radius of one norm means nothing in another
+    layers |= given
     if method is not None:
         layers["method"] = method
     if "method" not in layers:

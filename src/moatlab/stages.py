@@ -29,8 +29,8 @@ from moatlab.methods import STAGES, Argument, Stage, StageKind, parse_method
 class Context:
     """What a stage may use beside its batch.
 
-    Where several processes train together, a batch is this process's part of the whole one. Draws are made for the
-    whole batch, and each takes its part of them, so that many processes draw what one would.
+    Where several processes train together (`shared`), a batch is this process's part of the whole one. Draws are made
+    for the whole batch, and each takes its part of them, so that many processes draw what one would.
     """
 
     model: nn.Module  # the plain model, for attacks
@@ -40,6 +40,7 @@ class Context:
     classes: int
     bn_in_attack: str = "train"
     norm: Norm = "linf"
+    shared: bool = False
 
     @contextmanager
     def attacking(self) -> Iterator[Probe]:
@@ -52,12 +53,13 @@ class Context:
 
     def noise(self, x: Tensor, radius: float) -> Tensor:
         """Uniform in the ball of that radius, for each image of x."""
-        whole = x
-        if processes.count() > 1:
+        whole, mine = x, slice(None)
+        if self.shared and processes.count() > 1:
             layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
             shape = (len(x) * processes.count(), *x.shape[1:])
             whole = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
-        return uniform_in_ball(whole, radius, self.norm, self.generator)[processes.share(len(whole))]
+            mine = processes.share(len(whole))
+        return uniform_in_ball(whole, radius, self.norm, self.generator)[mine]
 
     def project(self, z: Tensor, x: Tensor) -> Tensor:
         """z pulled back into the ball around x, and into [0, 1]."""
@@ -99,8 +101,10 @@ def cutmix(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
 def _mixing(context: Context, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """lambda, and what x and y are mixed with: a shuffle of the whole batch, other processes' parts included."""
     weight = torch.rand((), generator=context.generator, device=x.device)
-    whole_x, whole_y = processes.gathered(x), processes.gathered(y)
-    order = torch.randperm(len(whole_y), generator=context.generator, device=x.device)[processes.share(len(whole_y))]
+    whole_x, whole_y = (processes.gathered(x), processes.gathered(y)) if context.shared else (x, y)
+    order = torch.randperm(len(whole_y), generator=context.generator, device=x.device)
+    if context.shared:
+        order = order[processes.share(len(order))]
     return weight, whole_x[order], whole_y[order]
 
 
@@ -175,7 +179,7 @@ def gradalign(context: Context, x: Tensor, y: Tensor, weight: float) -> Tensor:
         (g2,) = torch.autograd.grad(noisy_loss, noisy, create_graph=True)
     adversarial = context.project(x + context.eps * context.steepest(g1), x)
     loss = F.cross_entropy(context.forward(adversarial), y)
-    return loss + weight * misalignment(g1, g2, processes.mean)
+    return loss + weight * (misalignment(g1, g2, processes.mean) if context.shared else misalignment(g1, g2))
 
 
 def misalignment(g1: Tensor, g2: Tensor, usual: Callable[[Tensor], Tensor] = lambda count: count) -> Tensor:

@@ -80,7 +80,7 @@ def load_subject(
     classes = description.get("classes") or len(images.classes)
     arguments = description.get("arguments") if model_name == description.get("model") else None
     if not isinstance(arguments, dict):
-        arguments = guess_arguments(tensors, images) if model_name in BUILT_IN else {}
+        arguments = guess_arguments(model_name, tensors, images) if model_name in BUILT_IN else {}
     network = build_model(model_name, classes=classes, arguments=arguments)
     if target is not None:
         set_weights(network, tensors, target)
@@ -93,12 +93,16 @@ def load_subject(
     if target is None:
         card, name = Path(f"{slug(model_name)}.eval.json"), model_name
     elif target.is_dir():
-        card, name = target / ("eval.json" if which == "last" else "eval_best.json"), f"{target} ({which})"
+        card, name = card_path(target, which), f"{target} ({which})"
     else:
         card, name = target.with_name(f"{target.name}.eval.json"), str(target)
     eps, norm = str(description.get("eps", USUAL_EPS["linf"])), description.get("norm", "linf")
     check_norm(norm)
     return Subject(network, name, source, card, images, eps, norm, arguments)
+
+
+def card_path(run: Path, which: str) -> Path:
+    return run / ("eval.json" if which == "last" else "eval_best.json")
 
 
 def weights_file(target: Path, which: str) -> Path:
@@ -112,9 +116,10 @@ def weights_file(target: Path, which: str) -> Path:
     return path
 
 
-def guess_arguments(tensors: dict[str, Tensor], images: Images) -> dict[str, Any]:
+def guess_arguments(name: str, tensors: dict[str, Tensor], images: Images) -> dict[str, Any]:
     """Arguments of a built-in model whose file does not tell them, as far as its weights do."""
     tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-    first = tensors.get("conv1.weight")
+    first = tensors.get("blocks.0.conv1.weight" if name.startswith("wide") else "conv1.weight")
     width = {} if first is None else {"width": len(first)}
-    return {**width, "final_norm": "bn.weight" in tensors, "mean": list(images.mean), "std": list(images.std)}
+    variant = {} if name == "resnet18" else {"final_norm": "bn.weight" in tensors}
+    return {**width, **variant, "mean": list(images.mean), "std": list(images.std)}

@@ -14,20 +14,22 @@ from moatlab import display, processes
 from moatlab.attacks.meter import Meter
 from moatlab.checkpoint import save_model
 from moatlab.continuation import keep_progress, new_record, take_up
+from moatlab.cost import Cost
 from moatlab.data import Images
 from moatlab.environment import keep_freed_memory
-from moatlab.errors import Interrupted, NotWritten, RunFailed, UserError
+from moatlab.errors import Interrupted, NotWritten, RunFailed
 from moatlab.guards import Guard
 from moatlab.interrupts import Caught, signals_caught
 from moatlab.logbook import Logbook, announce
 from moatlab.methods import Method, Stage
 from moatlab.models import users_code
+from moatlab.models.weights import read_weights, set_weights
 from moatlab.monitor import PASSES as MONITOR_PASSES
 from moatlab.monitor import collapsed_at, judge, measure
 from moatlab.precision import full_precision, same_bits
 from moatlab.preparation import Session, context_of, prepare
 from moatlab.randomness import key
-from moatlab.recipe import Recipe
+from moatlab.recipe import Recipe, option_name
 from moatlab.runfolder import RunFolder, RunRecord
 from moatlab.schedules import SCHEDULES
 from moatlab.stages import stage_loss
@@ -54,12 +56,15 @@ def train(
     """
     folder, resume = RunFolder(Path(out)), resume or processes.restarts() > 0
     processes.connect()
-    if len(set(processes.from_all((recipe.sha256, max_steps)))) > 1:
-        raise UserError("the processes were given different recipes; start all of them by the same command")
+    for name, value in recipe:
+        processes.agree(f"recipes ({option_name(name)})", value)
+    processes.agree("--max-steps", max_steps)
     processes.from_first(lambda: folder.check(recipe, resume=resume))
     finished = processes.from_first(lambda: folder.finished_record(recipe) if resume else None)
     if finished:
         display.note(f"{folder.path} is already finished")
+        if model is not None:
+            set_weights(model, processes.from_first(lambda: read_weights(folder.path)[0]), folder.path)
         return finished
     keep_freed_memory()
     if recipe.deterministic:
@@ -72,6 +77,7 @@ def train(
             recipe, data_dir, continuing=bool(folder.checkpoints), stream=stream, images=images, model=model
         )
         inside.callback(session.batches.close)
+        processes.agree("data", session.identity)
         if session.precision == "fp32":
             inside.enter_context(full_precision())
         if recipe.deterministic or session.device.type == "cpu":
@@ -122,6 +128,7 @@ class Run:
                 raise
             finally:
                 self.log.close()
+        processes.highest(0)  # all files are written when any process goes on
         if self.record.status == "stopped":
             where = f"stopped after step {progress.step} of {session.total_steps}"
             display.note(f"{where}; continue with --resume, ETA {self.pace.eta(self.work())}")
@@ -134,8 +141,8 @@ class Run:
             if progress.step == (progress.epochs_logged + 1) * session.steps_per_epoch:
                 self.end_epoch()
                 saved_at = time.monotonic()
-            self.caught.number = processes.highest(self.caught.number or 0) or None  # all stop at the same step
-            self.caught.raise_if_any()
+            if number := processes.highest(self.caught.number or 0):  # all stop at the same step
+                Caught(number).raise_if_any()
             if progress.step >= last_step or progress.stopped:
                 break
             self.step()
@@ -239,7 +246,7 @@ class Run:
         measured = self.measure(session.watched_x, session.watched_y, examples)
         seconds = time.perf_counter() - begun
         progress.monitor_seconds += seconds
-        progress.monitor_cost += self.meter.take()
+        progress.monitor_cost += sum(processes.from_all(self.meter.take()), Cost())
         stage = self.stage_at(progress.step - 1)
         comparable = self.method.ends_cycle(epoch)
         self.log.epoch({
@@ -326,7 +333,7 @@ class Run:
         with users_code(f"measuring accuracy after step {self.progress.step} failed", RunFailed):
             return measure(
                 self.session.model, x, y, eps=recipe.eps_value, norm=recipe.norm, seed=recipe.seed, tick=self.tick,
-                keep=keep,
+                keep=keep, shared=True,
             )  # fmt: skip
 
     # --- what stays

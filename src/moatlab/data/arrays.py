@@ -44,6 +44,7 @@ def as_images(
     """Images and labels, as tensors or arrays. Bytes are (N, H, W) or (N, H, W, C); floats are (N, C, H, W) in [0, 1],
     and are stored as the bytes that they were. Without `test`, a tenth is set apart by a fixed draw."""
     train_x, train_y = _pixels(train[0], "training"), _labels(train[1], "training")
+    _check_counts(train_x, train_y, "training")
     note = None
     if test is None:
         order = torch.randperm(len(train_y), generator=generator(0, "test images set apart"))
@@ -53,9 +54,9 @@ def as_images(
         note = f"{count:,} of the images given were set apart for testing"
     else:
         test_x, test_y = _pixels(test[0], "test"), _labels(test[1], "test")
-    for kind, x, y in (("training", train_x, train_y), ("test", test_x, test_y)):
-        if len(x) != len(y) or not len(y):
-            raise UserError(f"there are {len(x)} {kind} images and {len(y)} {kind} labels; there must be as many")
+        _check_counts(test_x, test_y, "test")
+    if not len(train_y):
+        raise UserError("one image is too few to train and to test on")
     if train_x.shape[1:] != test_x.shape[1:]:
         raise UserError(f"training images are {tuple(train_x.shape[1:])}, test images {tuple(test_x.shape[1:])}")
     highest = int(max(train_y.max(), test_y.max()))
@@ -78,10 +79,22 @@ def as_images(
     )
 
 
+def _check_counts(x: Tensor, y: Tensor, kind: str) -> None:
+    if len(x) != len(y) or not len(y):
+        raise UserError(f"there are {len(x)} {kind} images and {len(y)} {kind} labels; there must be as many")
+
+
+def _tensor(array: Any, kind: str) -> Tensor:
+    try:
+        return torch.as_tensor(np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{kind} are of a type that is no tensor's; numbers are needed") from None
+
+
 def _pixels(array: Any, kind: str) -> Tensor:
     """(N, H, W, C) bytes."""
-    x = torch.as_tensor(array).detach().cpu()
-    if x.is_floating_point() and x.dim() == 4:
+    x = _tensor(array, f"{kind} images")
+    if x.is_floating_point() and x.dim() == 4 and x.shape[1] <= 4 and x.numel():
         scaled = x.double() * 255
         whole = scaled.round()
         if not (x.amin() >= 0 and x.amax() <= 1) or (scaled - whole).abs().amax() > LARGEST_ROUNDING * 255:
@@ -96,7 +109,7 @@ def _pixels(array: Any, kind: str) -> Tensor:
 
 
 def _labels(array: Any, kind: str) -> Tensor:
-    y = torch.as_tensor(array).detach().cpu()
+    y = _tensor(array, f"{kind} labels")
     if y.dim() == 2 and y.shape[1] == 1:  # as Keras keeps CIFAR's
         y = y.squeeze(1)
     if y.dim() != 1 or y.is_floating_point() or y.dtype == torch.bool:

@@ -40,7 +40,8 @@ class Batches:
         last in memory."""
         part = processes.share(self.batch_size)
         chosen = self.numbers(step)[part]
-        images = self.x[chosen] if isinstance(self.x, Tensor) else self._decoded(step)
+        images = self.x[chosen.to(self.x.device)] if isinstance(self.x, Tensor) else self._decoded(step)
+        images = images.to(self.y.device, non_blocking=True)
         if self.augment:
             draws = generator(self.seed, "augment", step, device=self.y.device)
             images = crop_and_flip(images, *(whole[part] for whole in shifts(self.batch_size, draws)))
@@ -61,7 +62,7 @@ class Batches:
             assert isinstance(self.x, OnDisk)
             part = processes.share(self.batch_size)
             self.ahead[:] = [Ahead(self.x, lambda at: self.numbers(at)[part].tolist(), step)]
-        return self.ahead[0].take().to(self.y.device, non_blocking=True)
+        return self.ahead[0].take()
 
 
 class Ahead:
@@ -91,12 +92,15 @@ class Ahead:
             batch: Tensor = next(self.batches)
         except UserError as error:  # with the traceback of the worker
             raise RunFailed(str(error).strip().splitlines()[-1].rpartition("UserError: ")[2]) from None
+        except RuntimeError as error:
+            raise RunFailed(f"a process that decodes images has ended ({error})") from error
         self.next_step += 1
         return batch
 
 
 def _leave_signals_to_the_run(_worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @lru_cache(maxsize=2)

@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from moatlab import processes
 from moatlab.data import Images
 from moatlab.data.cifar import Labels, Pixels
 from moatlab.display import Bar
@@ -90,7 +91,7 @@ def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
     train = OnDisk([train_paths[number] for number in order.tolist()], mode, train_paths[0])
     train_y, test_y = torch.from_numpy(train_labels)[order], torch.from_numpy(test_labels)
     if stream is None:
-        stream = math.prod(train.shape) > _memory() / 4
+        stream = math.prod(train.shape) * processes.on_this_machine() > _memory() / 4  # each process holds them all
     train_x: Tensor | OnDisk = train
     counts = np.zeros((len(mode), 256), np.int64)
     digest = hashlib.sha256()
@@ -193,5 +194,5 @@ def channel_statistics(counts: npt.NDArray[np.int64]) -> tuple[tuple[float, ...]
 
 
 def _memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of this machine's memory; 8 GiB where the system does not tell."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**33
