@@ -261,7 +261,7 @@ def test_stages_stay_inside_the_l2_ball(stage):
 def test_l2_training_raises_l2_robustness_over_standard_training_on_mini(moat):
     accuracy = {}
     for method in ("standard", "fast"):
-        options = ("--norm", "l2", "--width", 8, "--epochs", 4, "--threads", 1, "--out", method, "--json")
+        options = ("--norm", "l2", "--width", 8, "--epochs", 3, "--holdout", 50, "--out", method, "--json")
         record = json.loads(moat("train", method, *options).out)
         assert "eps 128/255 (L2)" in record["setting"]
         accuracy[method] = record["final"]["pgd7"]  # in L2, on 1,000 test images

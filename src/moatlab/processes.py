@@ -95,9 +95,9 @@ def connect() -> None:
 
 def disconnect() -> None:
     """At a good end. After a failure nccl would wait for processes that are gone."""
-    import torch.distributed as dist
+    if launched() > 1 and count() > 1:
+        import torch.distributed as dist
 
-    if launched() > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 
