@@ -91,8 +91,9 @@ def test_options_win_over_the_file_and_the_file_over_the_preset(preset, in_file,
         file = written(folder, tomli_w.dumps(in_file))
         recipe = make_recipe("moat:2", preset=preset, file=file, trust_model_code=True, **options)
     expected = PRESETS[preset] | in_file | options
-    if expected.get("norm") == "l2" and "eps" not in in_file | options:
-        expected["eps"] = "128/255"  # a radius of L-inf means nothing in L2
+    norm, in_files = expected.get("norm", "linf"), in_file.get("norm", "linf")
+    if "eps" not in options and ("eps" not in in_file or norm != in_files):  # a radius of one norm is none of another
+        expected["eps"] = "128/255" if norm == "l2" else PRESETS[preset]["eps"]
     for name in layered:
         if name in expected:
             assert getattr(recipe, name) == expected[name]
