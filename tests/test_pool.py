@@ -29,7 +29,7 @@ def test_without_ray_it_is_named_and_nothing_is_begun(moat, alone, monkeypatch):
     ending = moat("compare", "fgsm", "fast", "--on", "ray")
     assert (ending.code, ending.out) == (2, "")
     assert 'pip install "moatlab[ray]"' in ending.err
-    assert not list((alone / "runs").glob("*/*")) if (alone / "runs").exists() else True
+    assert not list(alone.rglob("run.json"))
 
 
 def test_runs_are_given_to_ray_and_to_nothing_else(moat):

@@ -24,7 +24,6 @@ from moatlab.randomness import generator
 from moatlab.recipe import NORM_NAMES, parse_eps
 from moatlab.subject import card_path, model_sha256, weights_file
 
-FORMATS = ("safetensors", "robustbench", "onnx")
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 ONNX_NEARNESS = 1e-4  # of logits
 PAPER = "https://arxiv.org/abs/2106.15357"
@@ -47,7 +46,7 @@ class Exported:
 def export(
     run: Path, kind: str, out: Path | None = None, *, which: str = "last", trust_model_code: bool = False
 ) -> list[Path]:
-    """Write the model of a run folder in one of FORMATS into `out` (RUN/export-KIND if not given); the files."""
+    """Write the model of a run folder, as `kind` says, into `out` (RUN/export-KIND if not given); the files."""
     missing = [name for name in NEEDED.get(kind, ()) if find_spec(name) is None]
     if missing:
         raise UserError(f'--format {kind} needs {", ".join(missing)}; install it with: pip install "moatlab[{kind}]"')

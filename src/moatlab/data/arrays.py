@@ -17,7 +17,7 @@ from moatlab.files import UNREADABLE_ARRAYS
 from moatlab.randomness import generator
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
-LARGEST_ROUNDING = 1e-3  # of a pixel's 255 steps: floats that were bytes once are nearer to one
+LARGEST_ROUNDING = 0.255  # of a step of 1/255: what was a byte, and is float16 now, is off by half of that at most
 
 
 def read_npz(path: Path) -> Images:
@@ -97,7 +97,7 @@ def _pixels(array: Any, kind: str) -> Tensor:
     if x.is_floating_point() and x.dim() == 4 and x.shape[1] <= 4 and x.numel():
         scaled = x.double() * 255
         whole = scaled.round()
-        if not (x.amin() >= 0 and x.amax() <= 1) or (scaled - whole).abs().amax() > LARGEST_ROUNDING * 255:
+        if not (x.amin() >= 0 and x.amax() <= 1) or (scaled - whole).abs().amax() > LARGEST_ROUNDING:
             raise UserError(f"{kind} images as floats must be bytes divided by 255, without normalisation")
         return whole.to(torch.uint8).permute(0, 2, 3, 1).contiguous()
     if x.dtype != torch.uint8 or x.dim() not in (3, 4) or (x.dim() == 4 and x.shape[3] > 4):
