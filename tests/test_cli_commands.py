@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from click.shell_completion import ShellComplete
 from PIL import Image
 
 import moatlab
+from moatlab.cli import cli
 from moatlab.data import MINI_FOLDER
 from moatlab.methods import parse_method
 
@@ -54,6 +57,66 @@ def test_help_of_a_training_command_has_an_option_for_every_field_of_a_recipe(mo
     assert code == 0
     for field in moatlab.Recipe.model_fields.keys() - {"method"}:
         assert f"--{field.replace('_', '-')}" in out
+
+
+COMMANDS = [[], *([name] for name in cli.commands), ["data", "list"], ["data", "get"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_fits_into_eighty_columns_and_names_each_option_once(moat, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = moat(*command, "--help")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    flags = re.findall(r"^  (?:-\w, )?(--[\w-]+)", out[out.index("Options:") :], re.MULTILINE)
+    assert len(flags) == len(set(flags)) >= 1
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("command", [name for name in cli.commands if name not in ("data", "demo", "env", "bench")])
+def test_help_of_a_command_that_takes_something_shows_an_example(moat, command):
+    assert re.search(rf"^  (eval \"\$\()?moat {command} ", moat(command, "--help")[1], re.MULTILINE)
+
+
+def test_options_that_many_commands_share_stand_under_headings(moat):
+    out = moat("train", "--help")[1]
+    assert out.index("Options:") < out.index("--resume") < out.index("Data and model:") < out.index("--model")
+    assert out.index("Optimisation:") < out.index("--lr ") < out.index("Watching over the run:")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("tr", "train"),
+        ("train im", "imoat:2,5,8"),
+        ("compare fgsm pg", "pgd:7"),
+        ("train moat:2 --sched", "--schedule"),
+        ("train moat:2 --schedule st", "stepwise"),
+    ],
+)
+def test_a_shell_can_complete_commands_methods_and_options(words, offered):
+    *before, start = words.split()
+    found = ShellComplete(cli, {}, "moat", "_MOAT_COMPLETE").get_completions(before, start)
+    assert offered in [item.value for item in found]
+
+
+def test_a_shell_can_complete_files():
+    (found,) = ShellComplete(cli, {}, "moat", "_MOAT_COMPLETE").get_completions(["eval"], "ru")
+    assert found.type == "file"
+
+
+def test_the_command_answers_a_shell_that_asks():
+    asked = {**os.environ, "_MOAT_COMPLETE": "bash_complete", "COMP_WORDS": "moat tr", "COMP_CWORD": "1"}
+    program = "import sys; sys.argv[0] = 'moat'; from moatlab.cli import main; main()"
+    answer = subprocess.run([sys.executable, "-c", program], env=asked, capture_output=True, text=True, check=True)
+    assert answer.stdout == "plain,train\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_for_the_shell(moat, shell):
+    code, out, _ = moat("completion", shell)
+    assert code == 0
+    assert f"_MOAT_COMPLETE={shell}_complete" in out
 
 
 def test_env_tells_versions_and_hardware_and_its_json_the_same(moat):

@@ -13,17 +13,21 @@ import click
 
 from moatlab import processes
 from moatlab.errors import Interrupted, RunFailed, UserError
+from moatlab.examining import bench_command, eval_command, verify_command
 from moatlab.options import (
+    FILE,
+    Grouped,
     data_dir_option,
     json_option,
+    method_argument,
+    methods_argument,
     on_option,
     print_file,
     print_json,
     recipe_options,
     running_options,
-    trust_option,
 )
-from moatlab.publishing import report_command, reproduce_command
+from moatlab.publishing import export_command, report_command, reproduce_command
 from moatlab.recipe import Recipe, default_name, make_recipe
 
 COST_NAMES = ("forwards", "input_backwards", "weight_backwards", "double_backwards")
@@ -37,7 +41,7 @@ def cli(context: click.Context) -> None:
     """Train robust image classifiers at single-step cost.
 
     \b
-    moat demo                 see FGSM training collapse, and MOAT at the same cost not
+    moat demo                 FGSM training collapses, MOAT at its cost does not
     moat train moat:2         train one model
     moat plan imoat:2,5,8     what a run costs, before it runs
     moat eval RUN             its accuracy under every attack of the paper
@@ -48,8 +52,8 @@ def cli(context: click.Context) -> None:
         raise UserError(f"torchrun is for moat train and moat eval; start moat {context.invoked_subcommand} by itself")
 
 
-@cli.command("train")
-@click.argument("method", required=False)
+@cli.command("train", cls=Grouped, short_help="Train one model.")
+@method_argument
 @recipe_options()
 @running_options
 @click.option("--max-steps", type=click.IntRange(min=0), help="Stop after so many steps of the whole run.")
@@ -99,14 +103,18 @@ def train_command(
             click.echo(f"report: {page}")
 
 
-@cli.command("plan")
-@click.argument("method", required=False)
+@cli.command("plan", cls=Grouped)
+@method_argument
 @recipe_options()
 @json_option
 def plan_command(
     method: str | None, preset: str | None, recipe_file: Path | None, as_json: bool, **options: Any
 ) -> None:
     """The cost of a run, before it runs. Touches no data.
+
+    \b
+    moat plan imoat:2,5,8 --epochs 60
+    moat plan "cutmix | fast | pgd:2>5>8" --json
 
     One pass is a forward and a backward over the training set.
     """
@@ -136,8 +144,8 @@ def plan_command(
     click.echo("stages: " + ", ".join(f"{count} x {stage}" for stage, count in counts.items()))
 
 
-@cli.command("compare")
-@click.argument("methods", nargs=-1, required=True)
+@cli.command("compare", cls=Grouped, short_help="Train several methods by the same recipe.")
+@methods_argument
 @recipe_options()
 @running_options
 @on_option
@@ -145,7 +153,13 @@ def compare_command(
     methods: tuple[str, ...], preset: str | None, recipe_file: Path | None, out: Path | None, resume: bool,
     as_json: bool, data_dir: Path | None, trust_model_code: bool, on: str | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Train several METHODS by the same recipe: one table on the test images, one plot of PGD-7 accuracy."""
+    """Train several METHODS by the same recipe: one table on the test images, one plot of PGD-7 accuracy.
+
+    \b
+    moat compare fgsm moat:2                      as moat demo
+    moat compare fgsm fast pgd:2 moat:2 --seed 1 --out runs/four
+    moat compare moat:2 moat:5 --data cifar10 --on ray
+    """
     options |= {"preset": preset, "file": recipe_file, "trust_model_code": trust_model_code}
     recipes = [make_recipe(method, **options) for method in methods]
     epochs = max(recipe.epochs for recipe in recipes)  # step-wise, a cycle's default is 201 where others have 200
@@ -154,9 +168,9 @@ def compare_command(
     run_comparison(recipes, out, data_dir=data_dir, resume=resume, as_json=as_json, on=on)
 
 
-@cli.command("demo")
+@cli.command("demo", short_help="The paper's point, in minutes.")
 @click.option("--seed", type=int, default=0, show_default=True, help="decides every random draw")
-@click.option("--out", type=Path, help="The folder of the two runs  [default: runs/demo_sSEED]")
+@click.option("--out", type=FILE, help="The folder of the two runs  [default: runs/demo_sSEED]")
 @json_option
 def demo_command(seed: int, out: Path | None, as_json: bool) -> None:
     """The paper's point in minutes: FGSM training collapses, MOAT at the same cost does not.
@@ -180,167 +194,6 @@ def run_comparison(
     from moatlab.report.terminal import print_comparison
 
     print_comparison(result)
-
-
-@cli.command("eval")
-@click.argument("target", metavar="[RUN|FILE]", required=False, type=Path)
-@click.option("--attacks", default="clean,fgsm,pgd50,cw50,mim50,aa", show_default=True, metavar="NAMES",
-              help="of: clean fgsm pgd7 pgd50 cw50 mim50 apgd-ce apgd-t fab-t square aa aa-fast")  # fmt: skip
-@click.option("--eps", help="The radius, such as 8/255  [default: the run's own; 8/255 for a bare model]")
-@click.option("--norm", type=click.Choice(["linf", "l2"]), help="  [default: the run's own; linf for a bare model]")
-@click.option("--n", "count", type=click.IntRange(min=1), help="The first N test images  [default: all]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="decides every random draw")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Images at once  [default: 256, fewer of large images]")
-@click.option("--which", type=click.Choice(["last", "best"]), default="last", show_default=True, help="epoch of a run")
-@click.option("--model", help="What a bare weights file holds, or a model to evaluate as it is: package.module:factory")
-@click.option("--data", help="mini, cifar10, cifar100 or a folder of images  [default: the run's own]")
-@data_dir_option
-@click.option("--device", default="auto", show_default=True)
-@trust_option
-@click.option("--save-adversarial", is_flag=True, help="Keep what was found, for `moat verify`.")
-@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True,
-              help="what the model computes in; other than fp32 it is another model")  # fmt: skip
-@click.option("--audit", is_flag=True, help="Attack what stands once more, with another seed and more restarts.")
-@json_option
-def eval_command(
-    target: Path | None, attacks: str, eps: str | None, norm: Any, count: int | None, seed: int,
-    batch_size: int | None, which: str, model: str | None, data: str | None, data_dir: Path | None, device: str,
-    trust_model_code: bool, save_adversarial: bool, precision: str, audit: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """Accuracy under attack: of a run folder, of a .safetensors or .pt file, or of --model package.module:factory.
-
-    \b
-    moat eval runs/moat-2_mini_s0
-    moat eval runs/moat-2_mini_s0 --attacks aa --n 200 --save-adversarial
-    moat eval weights.pt --model mymodule:factory --data cifar10 --attacks pgd50,aa
-
-    Writes a card (eval.json in the run, FILE.eval.json beside a file). Stopped, it goes on where it was when it is
-    started again.
-    """
-    from moatlab.attacks.ensemble import check_names
-
-    names = check_names(attacks.split(","))
-    from moatlab.card import evaluate_subject
-    from moatlab.subject import load_subject
-
-    subject = load_subject(
-        target, model=model, which=which, data=data, data_dir=data_dir, device=device,
-        trust_model_code=trust_model_code,
-    )  # fmt: skip
-    processes.connect()
-    card = evaluate_subject(
-        subject, attacks=["clean", *names], eps=eps, norm=norm, count=count, seed=seed, batch_size=batch_size,
-        audit=audit, save_adversarial=save_adversarial, precision=precision,
-    )  # fmt: skip
-    if not processes.is_first():
-        return
-    if as_json:
-        print_file(subject.card)
-        return
-    from moatlab.report.terminal import print_card
-
-    print_card(card)
-    click.echo(f"card: {subject.card}")
-
-
-@cli.command("verify")
-@click.argument("card", type=Path)
-@data_dir_option
-@click.option("--device", default="auto", show_default=True)
-@trust_option
-@json_option
-def verify_command(card: Path, data_dir: Path | None, device: str, trust_model_code: bool, as_json: bool) -> None:
-    """Check the saved adversarial examples of CARD again: inside the ball, inside [0, 1], misclassified.
-
-    Needs a card made with --save-adversarial, beside its model. Ends with exit code 1 if an example fails.
-    """
-    from moatlab.card import verify
-
-    report = verify(card, data_dir=data_dir, device=device, trust_model_code=trust_model_code)
-    failures = report["failures"]
-    if as_json:
-        print_json(report)
-    elif not failures:
-        click.echo(f"{report['checked']:,} examples hold; the largest distance is {report['largest_distance']:.6g}")
-    else:
-        for failure in failures[:10]:
-            click.echo(failure)
-    if failures:
-        raise RunFailed(f"{card} does not hold: {len(failures)} failures")
-
-
-@cli.command("export")
-@click.argument("run", type=Path)
-@click.option("--format", "kind", type=click.Choice(["safetensors", "robustbench", "onnx"]), required=True)
-@click.option(
-    "--which", type=click.Choice(["last", "best"]), default="last", show_default=True, help="epoch of the run"
-)
-@click.option("--out", type=Path, help="The folder to write to  [default: RUN/export-FORMAT]")
-@trust_option
-@json_option
-def export_command(
-    run: Path, kind: str, which: str, out: Path | None, trust_model_code: bool, as_json: bool
-) -> None:  # fmt: skip
-    """The model of RUN for other tools, with a model card (README.md).
-
-    \b
-    moat export runs/moat-2_mini_s0 --format safetensors    to share, or to put on a model hub
-    moat export runs/moat-2_cifar10_s0 --format robustbench
-    moat export runs/moat-2_mini_s0 --format onnx           checked with onnxruntime before it is kept
-    """
-    from moatlab.export import export
-
-    files = export(run, kind, out, which=which, trust_model_code=trust_model_code)
-    if as_json:
-        print_json({"format": kind, "files": [str(path) for path in files]})
-        return
-    for path in files:
-        click.echo(path)
-
-
-@cli.command("bench")
-@click.option("--model", default="preact_resnet18", show_default=True, help="or package.module:factory for your own")
-@click.option(
-    "--width", type=click.IntRange(8, 1024), default=64, show_default=True, help="channels of the first block"
-)
-@click.option("--batch-size", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--image-size", type=click.IntRange(min=8), default=32, show_default=True, help="pixels on a side")
-@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads  [default: PyTorch's]")
-@click.option("--device", default="auto", show_default=True)
-@click.option("--out", type=Path, default=Path("runs/bench"), show_default=True, help="The folder of the chart.")
-@json_option
-def bench_command(
-    model: str, width: int, batch_size: int, image_size: int, threads: int | None, device: str, out: Path,
-    as_json: bool,
-) -> None:  # fmt: skip
-    """How near this machine runs to its limit, in two minutes or so.
-
-    The limit is a float32 matrix product. Against it: inference, an attack step (forward, and backward to the input)
-    and a training step (forward, backward, SGD) on random images. Then, on mini, epochs of some methods against the sum
-    of their passes: what data, draws, counting and saving cost.
-    """
-    from moatlab.bench import bench
-    from moatlab.files import write_json
-
-    for folder in (out, *out.parents):
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"--out {out}: {folder} is a file; name a folder")
-    result = bench(
-        model=model, width=width, batch_size=batch_size, image_size=image_size, threads=threads, device=device
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "bench.json", result)
-    if as_json:
-        print_file(out / "bench.json")
-    else:
-        from moatlab.report.terminal import print_bench
-
-        print_bench(result)
-    from moatlab.report.plots import plot_bench
-
-    plot_bench(out / "bench.png", result)
-    if not as_json:
-        click.echo(f"chart: {out / 'bench.png'}")
 
 
 @cli.group("data")
@@ -370,6 +223,23 @@ def data_get_command(name: str, data_dir: Path | None) -> None:
     click.echo(get_images_folder(name, data_dir))
 
 
+@cli.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion_command(shell: str) -> None:
+    """Let the tab key complete commands, options, methods and files.
+
+    \b
+    eval "$(moat completion bash)"                in ~/.bashrc
+    eval "$(moat completion zsh)"                 in ~/.zshrc
+    moat completion fish | source                 in ~/.config/fish/config.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    completion = get_completion_class(shell)
+    assert completion is not None
+    click.echo(completion(cli, {}, "moat", "_MOAT_COMPLETE").source())
+
+
 @cli.command("env")
 @json_option
 def env_command(as_json: bool) -> None:
@@ -384,8 +254,8 @@ def env_command(as_json: bool) -> None:
             click.echo(f"{name:<10}{value}")
 
 
-cli.add_command(reproduce_command)
-cli.add_command(report_command)
+for command in (eval_command, verify_command, report_command, export_command, reproduce_command, bench_command):
+    cli.add_command(command)
 
 
 def main() -> NoReturn:

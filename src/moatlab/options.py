@@ -11,11 +11,13 @@ from typing import Any
 
 import click
 
+from moatlab.methods import STAGES
 from moatlab.recipe import PRESETS, Recipe, option_name
 
+FILE = click.Path(path_type=Path, readable=False)  # not looked at here; a shell can complete it
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 data_dir_option = click.option(
-    "--data-dir", type=Path, envvar="MOAT_DATA", show_envvar=True, help="Where data sets are looked for first."
+    "--data-dir", type=FILE, envvar="MOAT_DATA", show_envvar=True, help="Where data sets are looked for first."
 )
 trust_option = click.option(
     "--trust-model-code", is_flag=True, help="Import the module that a file names as its model: it can run anything."
@@ -26,6 +28,39 @@ on_option = click.option(
 
 
 Command = Callable[..., Any]
+
+GROUPS = {
+    "Data and model": "data data_dir stream augment holdout model width shortcut final_norm std init trust_model_code",
+    "The ball, and the attacks inside it": "eps norm bn_in_attack",
+    "Optimisation": "epochs schedule lr momentum weight_decay batch_size",
+    "Watching over the run": "monitor on_collapse then on_nan",
+    "The machine": "seed threads device precision deterministic on",
+}
+
+
+class Grouped(click.Command):
+    """A command whose help has its own options first, then those that many commands share, by what they are about."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        records = {option.name: record for option in options if (record := option.get_help_record(ctx))}
+        groups = {heading: [name for name in names.split() if name in records] for heading, names in GROUPS.items()}
+        grouped = {
+            heading: [records.pop(name) for name in names] for heading, names in groups.items() if len(names) > 1
+        }
+        for heading, rows in {"Options": list(records.values()), **grouped}.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
+def complete_method(context: click.Context, parameter: click.Parameter, start: str) -> list[str]:  # noqa: ARG001
+    """The methods that a shell offers: the names of the language, with numbers where they need some."""
+    names = [name if name != "pgd" else "pgd:7" for name in STAGES]
+    return [name for name in [*names, "moat:2", "moat:5", "imoat:1,2,3", "imoat:2,5,8"] if name.startswith(start)]
+
+
+method_argument = click.argument("method", required=False, shell_complete=complete_method)
+methods_argument = click.argument("methods", nargs=-1, required=True, shell_complete=complete_method)
 
 
 def recipe_options(*fixed: str, preset: str | None = None) -> Callable[[Command], Command]:
@@ -46,7 +81,7 @@ def _recipe_options(command: Command, left_out: set[str], preset: str | None) ->
         elif kind not in (int, float, bool):
             kind = str
         command = click.option(flags, name, type=kind, default=None, help=str(field.description))(command)
-    command = click.option("--recipe", "recipe_file", type=Path, help="A recipe file, such as a run's recipe.toml.")(
+    command = click.option("--recipe", "recipe_file", type=FILE, help="A recipe file, such as a run's recipe.toml.")(
         command
     )
     presets = click.Choice(list(PRESETS))
@@ -60,7 +95,7 @@ def running_options(command: Command) -> Command:
     command = click.option("--resume", is_flag=True, help="Continue the run in --out, or start it.")(
         json_option(command)
     )
-    command = click.option("--out", type=Path, help="The run's folder  [default: runs/NAME]")(command)
+    command = click.option("--out", type=FILE, help="The run's folder  [default: runs/NAME]")(command)
     return data_dir_option(trust_option(command))
 
 

@@ -1,4 +1,4 @@
-"""The commands that make something to show: `moat reproduce` and `moat report`."""
+"""The commands that make something to show or to give away: `moat reproduce`, `moat report` and `moat export`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 from moatlab.options import (
+    FILE,
+    Grouped,
     data_dir_option,
     json_option,
     on_option,
@@ -20,7 +22,7 @@ from moatlab.options import (
 from moatlab.paper import experiment
 
 
-@click.command("reproduce")
+@click.command("reproduce", cls=Grouped, short_help="A table or figure of the paper, beside the paper's.")
 @click.argument("name", metavar="TABLE|FIGURE")
 @recipe_options("data", "schedule", "seed", "on_collapse", "then", preset="paper")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="runs of each row: 0, 1, ...")
@@ -28,9 +30,9 @@ from moatlab.paper import experiment
 @click.option("--n", "images", type=click.IntRange(min=1), help="test images to attack  [default: the preset's]")
 @click.option("--n-aa", "aa_images", type=click.IntRange(min=1), help="and by AutoAttack  [default: the preset's]")
 @click.option("--plan", is_flag=True, help="Print the rows, their recipes and costs; train nothing.")
-@click.option("--known", type=Path, multiple=True, metavar="FILE", help="a result of before: its runs are not repeated")
+@click.option("--known", type=FILE, multiple=True, metavar="FILE", help="a result of before: its runs are not repeated")
 @click.option("--yes", is_flag=True, help="Start also what takes days.")
-@click.option("--out", type=Path, help="The sweep's folder  [default: runs/reproduce_PRESET_DATA_SCHEDULE]")
+@click.option("--out", type=FILE, help="The sweep's folder  [default: runs/reproduce_PRESET_DATA_SCHEDULE]")
 @on_option
 @data_dir_option
 @json_option
@@ -113,9 +115,9 @@ def split_methods(texts: tuple[str, ...]) -> list[str] | None:
     return [method for text in texts for method in re.split(r"(?<![|\s])\s+(?![|\s])", text.strip()) if method] or None
 
 
-@click.command("report")
-@click.argument("runs", nargs=-1, required=True, type=Path)
-@click.option("-o", "--out", type=Path, help="The page  [default: report.html in the first folder]")
+@click.command("report", cls=Grouped, short_help="A page about one run or several.")
+@click.argument("runs", nargs=-1, required=True, type=FILE)
+@click.option("-o", "--out", type=FILE, help="The page  [default: report.html in the first folder]")
 @data_dir_option
 @trust_option
 def report_command(runs: tuple[Path, ...], out: Path | None, data_dir: Path | None, trust_model_code: bool) -> None:
@@ -133,3 +135,32 @@ def report_command(runs: tuple[Path, ...], out: Path | None, data_dir: Path | No
     out = out or runs[0] / "report.html"
     write_report(find_runs(list(runs)), out, data_dir=data_dir, trust_model_code=trust_model_code)
     click.echo(f"report: {out}")
+
+
+@click.command("export", cls=Grouped, short_help="A run's model for other tools.")
+@click.argument("run", type=FILE)
+@click.option("--format", "kind", type=click.Choice(["safetensors", "robustbench", "onnx"]), required=True)
+@click.option(
+    "--which", type=click.Choice(["last", "best"]), default="last", show_default=True, help="epoch of the run"
+)
+@click.option("--out", type=FILE, help="The folder to write to  [default: RUN/export-FORMAT]")
+@trust_option
+@json_option
+def export_command(
+    run: Path, kind: str, which: str, out: Path | None, trust_model_code: bool, as_json: bool
+) -> None:  # fmt: skip
+    """The model of RUN for other tools, with a model card (README.md).
+
+    \b
+    moat export runs/moat-2_mini_s0 --format safetensors    to share
+    moat export runs/moat-2_cifar10_s0 --format robustbench
+    moat export runs/moat-2_mini_s0 --format onnx           for other runtimes
+    """
+    from moatlab.export import export
+
+    files = export(run, kind, out, which=which, trust_model_code=trust_model_code)
+    if as_json:
+        print_json({"format": kind, "files": [str(path) for path in files]})
+        return
+    for path in files:
+        click.echo(path)
