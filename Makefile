@@ -4,7 +4,7 @@ SEED ?= 0
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup demo test test-browser soak parity bench bench-setup clean
+.PHONY: setup demo test docs test-browser soak parity bench bench-setup clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -26,9 +26,14 @@ test: setup
 	$(BIN)/mypy
 	$(BIN)/pytest
 
-# The report in headless Chromium, which must be there (Debian: apt install chromium). `make test` does this where it is.
+# The documentation as a site that works offline: build/site/index.html
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the site is build/site/index.html"
+
+# The report and the site in headless Chromium, which must be there (Debian: apt install chromium). `make test` does this where it is.
 test-browser: setup
-	MOAT_BROWSER=required $(BIN)/pytest tests/test_report_in_a_browser.py
+	MOAT_BROWSER=required $(BIN)/pytest tests/test_report_in_a_browser.py tests/test_site.py
 
 # Faults in great numbers, written to docs/results/reliability.json; about an hour on two cores.
 soak: setup

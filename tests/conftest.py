@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,20 @@ def moat_process(alone):
         )
 
     return start
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium, where it is installed; `make test-browser` insists on it."""
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if not chromium and os.environ.get("MOAT_BROWSER") != "required":
+        pytest.skip("no Chromium here")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

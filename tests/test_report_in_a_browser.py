@@ -2,8 +2,6 @@
 unless MOAT_BROWSER=required (`make test-browser`)."""
 
 import math
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,6 @@ from moatlab.report.gather import RunView
 from moatlab.report.page import render
 from moatlab.runfolder import RunRecord
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-REQUIRED = os.environ.get("MOAT_BROWSER") == "required"
-pytestmark = pytest.mark.skipif(not CHROMIUM and not REQUIRED, reason="no Chromium here")
 EVIL = "<script>alert(1)</script>"
 EPOCHS = 200
 METHODS = ("fgsm", "fast", "gradalign:0.2", "kim", "pgd:2", "pgd:7", "moat:2", "imoat:1,2,3", "moat:5", "imoat:2,5,8",
@@ -56,16 +51,6 @@ def a_run(number, method, epochs=EPOCHS):
         collapsed_at=collapsed_at, final={"clean": 0.45, "fgsm": 0.2, "pgd7": 0.01 * number, "images": 1000},
     )  # fmt: skip
     return RunView(Path(f"run{number}"), recipe, record, metrics, portrait=portrait, label=method)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -1,0 +1,79 @@
+# %% [markdown]
+# # Audit a robustness claim
+#
+# Somebody claims a defence that needs no adversarial training: round each pixel to a few levels before the network sees
+# it, and small perturbations are rounded away. PGD finds next to nothing, they say. Is it true? A minute or two on two
+# cores.
+
+# %%
+import torch
+from torch import nn
+
+import moatlab
+from moatlab.attacks import pgd
+
+EPS = 8 / 255
+images = moatlab.load_images("mini")
+x, y = images.test_x[:300].permute(0, 3, 1, 2) / 255, images.test_y[:300]
+plain = moatlab.train("preact_resnet18", "mini", method="standard", epochs=6, out="runs/plain", resume=True).model
+
+
+class Rounded(nn.Module):
+    """The planted defence: eight levels for each channel, then the network."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        return self.network((x * 7).round() / 7)
+
+
+defended = Rounded(plain).eval()
+
+
+# %% [markdown]
+# ## The claim
+#
+# The attack of many papers: PGD, some steps from the image, the last point counts.
+
+
+# %%
+def accuracy(model, points):
+    with torch.no_grad():
+        return f"{100 * (model(points).argmax(1) == y).float().mean():.1f} %"
+
+
+print("undefended:  clean", accuracy(plain, x), "  PGD-20",
+      accuracy(plain, pgd(plain, x, y, eps=EPS, step_size=EPS / 4, steps=20)))  # fmt: skip
+print("defended:    clean", accuracy(defended, x), "  PGD-20",
+      accuracy(defended, pgd(defended, x, y, eps=EPS, step_size=EPS / 4, steps=20)))  # fmt: skip
+
+# %% [markdown]
+# Splendid: nothing lost at all. And that is the first thing that should make us suspicious.
+#
+# ## The audit
+
+# %%
+result = moatlab.evaluate(defended, x, y, attacks=["fgsm", "pgd50", "aa"], eps=EPS)
+for name, value in result.accuracy.items():
+    print(f"{name:<6} {100 * value:5.1f} %")
+for flag in result.flags:
+    print(f"\nRED FLAG {flag.name}\n  {flag.evidence}\n  {flag.meaning}")
+
+# %% [markdown]
+# Rounding has a gradient of zero, so whatever follows gradients stands still. AutoAttack's last member, Square, asks
+# for no gradients, and finds what the others missed. The flags say so, and that the number left is still too high.
+#
+# ## How high is the truth?
+#
+# Attack the network behind the rounding, which has gradients, and show what was found to the whole defence.
+
+# %%
+found = pgd(plain, x, y, eps=EPS, step_size=EPS / 4, steps=50)
+assert (found - x).abs().max() <= EPS + 1e-6
+print("defended, attacked around the rounding:", accuracy(defended, found))
+
+# %% [markdown]
+# An attack that knows the defence leaves far less than the claim. No evaluation can promise to find such an attack by
+# itself: a card without flags is not a proof, and one with flags is a reason to look closer.

@@ -1,0 +1,131 @@
+"""Every command and every Python block of the documents runs, shortened by these replacements only."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from render_examples import NAMES, cells
+
+import moatlab
+from images_for_tests import tiny_images
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+SHORT = "--width 8 --threads 1"
+COMMANDS = [
+    (r"^make (\S+)", r"make --dry-run \1"),  # demo and test run this very test
+    (r"^(pipx?|pre-commit) .*", "moat --version"),  # test_wheel installs the package
+    (r"^\.venv/bin/python (\S+).*", r"python \1 --help"),  # scripts that fetch and write
+    (r"^torchrun .* -m moatlab", "moat"),  # test_processes starts several processes
+    (r" --on ray(:\S+)?", ""),  # test_pool has a cluster
+    (r"^(moat eval .*)--data cifar10", r"\1--data mini"),  # of ten classes, as mynet's weights
+    (r"--data cifar100?\b", "--data photos"),  # fetched once by users, never by tests
+    (r"--format robustbench", "--format safetensors"),  # test_export has a model of the size that this takes
+    (r"^moat demo$", "moat compare fgsm moat:2"),
+    (r"^(moat compare (?!.*--data).*)", r"\1 --data photos"),
+    (r"^(moat train .*?)( --max-steps \d+)?$", rf"\1 --max-steps 2 {SHORT}"),
+    (r"^(moat compare .*)", rf"\1 --epochs 1 --batch-size 40 {SHORT}"),
+    (r"^(moat (?:train|compare) (?!.*--out).*)", r"\1 --out runs/new"),  # emptied after each command
+    (r"^(moat eval .*?)( --n \d+)?$", r"\1 --n 8"),
+    (r"^(moat eval (?!.*--attacks).*)", r"\1 --attacks fgsm,pgd7"),  # all of them: test_cli_eval
+    (r"--attacks aa\b", "--attacks apgd-ce"),
+    (r"^(moat reproduce .*?)( --plan)?$", r"\1 --plan"),
+    (r"^moat bench", "moat bench --help"),  # test_bench shortens it from inside
+]
+PYTHON = [
+    (r"epochs=(9|30)\b", "epochs=3, max_steps=2"),
+    (r"\[:(64|200|300|500)\]", "[:8]"),
+    (r"steps=(20|50)\b", "steps=2"),
+    (r"\"aa\"", '"apgd-ce"'),
+    (r"\"pgd50\"", '"pgd7"'),
+]
+EXAMPLES = [
+    *PYTHON,
+    (r"\"mini\"", '"photos"'),
+    (r"epochs=(6|21)\b", "epochs=1, width=8, batch_size=40"),
+    (r"epochs=epochs\[spec\]", "epochs=epochs[spec], max_steps=3, batch_size=40"),
+    (r"holdout=500", "holdout=20"),
+]
+
+
+def blocks(document):
+    return [(match[1], match[2]) for match in FENCE.finditer(document.read_text(encoding="utf-8"))]
+
+
+def shortened(text, table):
+    for pattern, replacement in table:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def commands(block):
+    """The commands of a block: without comments, continued lines joined, `a && b` as two."""
+    joined = block.replace("\\\n", " ")
+    lines = (re.sub(r"\s+#.*$", "", line).strip() for line in joined.splitlines())
+    return [command.strip() for line in lines if line and not line.startswith("#") for command in line.split(" && ")]
+
+
+RUNNABLE = [path for path in DOCUMENTS if any(tag in ("sh", "python") for tag, _ in blocks(path))]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A whole run of three epochs on mini, in seconds."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    moatlab.train("preact_resnet18", "mini", epochs=3, batch_size=2500, holdout=100, width=8, threads=1, out=folder)
+    return folder
+
+
+@pytest.fixture
+def world(alone, trained, monkeypatch):
+    """What the documents speak of: images, a network and its weights, runs that were trained before."""
+    tiny_images(alone / "photos", ("night", "dusk", "dawn", "day"))
+    network = dict(blocks(ROOT / "docs" / "index.md"))['python title="mynet.py"']
+    (alone / "mynet.py").write_text(f"{network}\n\ndef trained():\n    return build(10)\n")
+    monkeypatch.syspath_prepend(str(alone))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    namespace = {}
+    exec(network, namespace)
+    torch.save(namespace["build"](10).state_dict(), "weights.pt")
+    for name in ("moat-2_mini_s0", "moat-2_cifar10_s0", "imoat-2-5-8_cifar10_s0", "fgsm_mini_s0", "demo_s0"):
+        shutil.copytree(trained, alone / "runs" / name)
+    yield alone
+    sys.modules.pop("mynet", None)
+
+
+@pytest.mark.parametrize("document", RUNNABLE, ids=lambda path: path.stem)
+def test_every_command_and_python_block_of_a_document_runs(document, moat, world):
+    namespace = {"__name__": "document"}
+    for tag, block in blocks(document):
+        if tag == "python":
+            table = EXAMPLES if document.parent.name == "examples" else PYTHON
+            exec(compile(shortened(block, table), str(document), "exec"), namespace)
+        for command in commands(block) if tag == "sh" else []:
+            program, *arguments = shlex.split(shortened(command, COMMANDS))
+            if program == "moat":
+                ended = moat(*arguments)
+                assert ended.code == 0, f"{command}\n{ended.err}"
+                shutil.rmtree(world / "runs" / "new", ignore_errors=True)
+            else:
+                path = {"make": "/usr/bin/make", "python": sys.executable}[program]
+                subprocess.run([path, *arguments], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_every_block_says_what_it_is():
+    for document in DOCUMENTS:
+        for tag, block in blocks(document):
+            assert tag in {"sh", "python", 'python title="mynet.py"', "text", "math", "layers"}, (document.name, block)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_of_an_example_shows_its_source_as_it_is(name):
+    source = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    page = blocks(ROOT / "docs" / "examples" / f"{name}.md")
+    assert [text for kind, text in cells(source) if kind == "code"] == [b.strip() for tag, b in page if tag == "python"]
