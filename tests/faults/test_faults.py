@@ -21,15 +21,15 @@ def test_runs_that_are_killed_at_random_moments_and_resumed_are_byte_identical(t
 
 
 def test_a_damaged_file_is_told_of_or_does_no_harm(tmp_path, tiny):
-    figures = Corruption(tmp_path / "files", tiny).many(30, seed=1)
-    assert figures["told"] > 15
+    figures = Corruption(tmp_path / "files", tiny).many(20, seed=1)
+    assert figures["told"] > 8
     assert figures["wrong"] == 0
 
 
 def test_any_command_line_is_done_or_refused():
-    figures = fuzz.in_process(300)
-    assert figures["exit code 0"] > 10
-    assert figures["exit code 2"] > 100
+    figures = fuzz.in_process(150)
+    assert figures["exit code 0"] > 4
+    assert figures["exit code 2"] > 50
 
 
 def test_any_command_line_is_done_or_refused_as_a_process_too(tmp_path):
