@@ -35,7 +35,7 @@ defended = Rounded(plain).eval()
 # %% [markdown]
 # ## The claim
 #
-# The attack of many papers: PGD, some steps from the image, the last point counts.
+# The attack of many papers: PGD without a random start, and the last point counts.
 
 
 # %%
@@ -67,7 +67,8 @@ for flag in result.flags:
 #
 # ## How high is the truth?
 #
-# Attack the network behind the rounding, which has gradients, and show what was found to the whole defence.
+# Attack the network behind the rounding, which has gradients, and show what was found to the whole defence (the idea
+# of BPDA; Athalye, Carlini and Wagner, 2018).
 
 # %%
 found = pgd(plain, x, y, eps=EPS, step_size=EPS / 4, steps=50)

@@ -77,5 +77,6 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# Each run left a folder with its model, recipe and metrics. From here `moat report runs/budget_*` makes a page, and
-# `moat export` turns a model into safetensors or ONNX.
+# (`standard` may be told as collapsed above: it has no robustness to lose.) Each run left a folder with its model,
+# recipe and metrics. It knows the network by its class only; where you want `moat eval`, `moat report` or `moat export` later,
+# put the network into a file and name it: `moatlab.train("mynet:build", ...)`.

@@ -47,7 +47,8 @@ draw(sick, "fgsm")
 # has bent its loss so that the single step ends in a hollow.
 #
 # The monitor raises an alarm where both signs come together. By default it says so and goes on. With
-# `on_collapse="heal"` the next epochs are multi-step ones (`pgd:2`), until robustness is back; then single steps go on.
+# `on_collapse="heal"` the next epochs are multi-step ones (`pgd:2`), until robustness is back; then single steps go on
+# (and after a second collapse, multi-step epochs to the end).
 
 # %%
 healed = moatlab.train(
