@@ -78,5 +78,5 @@ plt.show()
 
 # %% [markdown]
 # (`standard` may be told as collapsed above: it has no robustness to lose.) Each run left a folder with its model,
-# recipe and metrics. It knows the network by its class only; where you want `moat eval`, `moat report` or `moat export` later,
-# put the network into a file and name it: `moatlab.train("mynet:build", ...)`.
+# recipe and metrics. It knows the network by its class only; where you want `moat eval`, `moat report` or
+# `moat export` later, put the network into a file and name it: `moatlab.train("mynet:build", ...)`.
