@@ -104,6 +104,28 @@ def test_transforms_of_torch_func_and_batches_of_gradients_work_as_with_pytorchs
     torch.testing.assert_close(jacobian(convolve), jacobian(plain))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_numbers_that_the_cpu_can_not_multiply_are_multiplied_and_added_as_float32(monkeypatch, dtype):
+    for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: False)
+    torch.manual_seed(0)
+    convolve = Conv2d(8, 4, 3, stride=2, padding=1)
+    x = torch.randn(2, 8, 5, 5, requires_grad=True)
+    with torch.autocast("cpu", dtype):
+        answer = convolve(x)
+        assert answer.dtype == dtype
+        answer.float().square().sum().backward()
+    exact = x.detach().to(dtype).double().requires_grad_()
+    weight = convolve.weight.detach().to(dtype).double().requires_grad_()
+    expected = F.conv2d(exact, weight, None, 2, 1)
+    torch.testing.assert_close(answer.double(), expected, rtol=2**-8, atol=1e-6)  # one rounding, at the end
+    above = 2 * answer.detach().double()
+    wanted = torch.autograd.grad(expected, (exact, weight), above.to(dtype).double())
+    for got, known in zip((x.grad, convolve.weight.grad), wanted, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), known, rtol=2**-8, atol=1e-4)
+
+
 def test_under_autocast_a_layer_is_pytorchs_own(layer):
     convolve, calls = layer
     convolve.float()

@@ -126,7 +126,7 @@ def test_the_failure_of_one_process_ends_all_with_one_sentence_and_a_usable_chec
 
 
 def test_a_signal_to_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path, data):
-    process = torchrun(tmp_path, *options(data, model="slow"))
+    process = torchrun(tmp_path, "--", *options(data, model="slow"), "--monitor", "train")  # torchrun has --monitor-...
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text()):
         assert process.poll() is None, process.communicate()
