@@ -267,37 +267,37 @@ def test_starts_fill_the_ball_and_the_sphere(norm):
 
 def test_batches_chunks_order_and_shards_change_no_verdict_in_float64():
     model = network().double()
-    x, y = images(64, model)
+    x, y = images(40, model)
     x = x.double()
     attacks, eps = ["pgd50", "aa"], 0.08
     whole = evaluate(model, x, y, attacks=attacks, eps=eps, batch_size=64)
     assert 0 < whole.accuracy["aa"] < 0.2  # some stand to the end of Square, not many
     others = {size: evaluate(model, x, y, attacks=attacks, eps=eps, batch_size=size) for size in (1, 7)}
     shards = [
-        evaluate(model, x[part], y[part], attacks=attacks, eps=eps, examples=torch.arange(64)[part])
-        for part in (slice(0, 23), slice(23, 64))
+        evaluate(model, x[part], y[part], attacks=attacks, eps=eps, examples=torch.arange(40)[part])
+        for part in (slice(0, 13), slice(13, 40))
     ]
     for name in attacks:
         for size, other in others.items():
             assert torch.equal(other.robust[name], whole.robust[name]), size
         assert torch.equal(torch.cat([shard.robust[name] for shard in shards]), whole.robust[name])
         assert [verdict for shard in shards for verdict in shard.broken_by[name]] == whole.broken_by[name]
-    order = torch.randperm(64)
+    order = torch.randperm(40)
     shuffled = evaluate(model, x[order], y[order], attacks=["pgd50"], eps=eps, examples=order, chunk_size=10)
     assert torch.equal(shuffled.robust["pgd50"][order.argsort()], whole.robust["pgd50"])
 
 
-def test_in_float32_batches_of_64_and_500_agree():
+def test_in_float32_batches_of_32_and_250_agree():
     data = moatlab.load_images("mini")
     model = moatlab.load(models_for_tests.FIXTURES / "mini_moat2.safetensors")
-    x, y = data.test_x[:500], data.test_y[:500]
-    small, large = (evaluate(model, x, y, attacks=["pgd50"], eps=16 / 255, batch_size=size) for size in (64, 500))
+    x, y = data.test_x[:250], data.test_y[:250]
+    small, large = (evaluate(model, x, y, attacks=["pgd50"], eps=16 / 255, batch_size=size) for size in (32, 250))
     floats = x.permute(0, 3, 1, 2) / 255
-    logits = [Probe(model, batch_size=size).logits(floats) for size in (64, 500)]
+    logits = [Probe(model, batch_size=size).logits(floats) for size in (32, 250)]
     assert (logits[0] - logits[1]).abs().max() <= 1e-5 * logits[1].abs().max()
     differ = (small.robust["pgd50"] != large.robust["pgd50"]).nonzero().squeeze(1)
     listed = [(row, margin(logits[0][row : row + 1], y[row : row + 1]).item()) for row in differ.tolist()]
-    assert len(differ) <= 0.005 * 500, listed
+    assert len(differ) <= 0.005 * 250, listed
 
 
 def test_the_same_seed_gives_the_same_result_and_another_seed_other_starts():

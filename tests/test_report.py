@@ -19,6 +19,7 @@ from moatlab.data import load_images
 from moatlab.files import read_json, write_json
 from moatlab.models.weights import fingerprint, read_weights
 from moatlab.portrait import RADII, draw_portrait
+from moatlab.report.page import find_runs, write_report
 from moatlab.report.svg import Series, line_chart, pareto, scatter, surface, tag, ticks
 from moatlab.runfolder import RunFolder
 from moatlab.subject import Subject, load_subject
@@ -54,6 +55,8 @@ def trained(tmp_path_factory, tiny):
     for method in ("fgsm", "moat:2"):
         recipe = make_recipe(method, data=str(tiny), width=8, batch_size=16, threads=1, epochs=3)
         train(recipe, folder / method.replace(":", "-"))
+    write_report(find_runs([folder]), folder / "page.html", data_dir=None, trust_model_code=False)
+    (folder / "page.html").unlink()
     return folder
 
 
@@ -71,6 +74,8 @@ def page_of(moat, *arguments):
 
 
 def test_a_page_shows_every_run_its_accuracies_and_its_plots(moat, runs):
+    for path in [*runs.rglob("portrait.*"), *runs.rglob("curves.png")]:
+        path.unlink()
     page, source, _ = page_of(moat, runs)
     for name in ("fgsm", "moat-2"):
         record = read_json(runs / name / "run.json")

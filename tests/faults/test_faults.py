@@ -16,13 +16,13 @@ def _apart(tmp_path, monkeypatch):
 
 def test_runs_that_are_killed_at_random_moments_and_resumed_are_byte_identical(tmp_path, tiny):
     options = ("--data", tiny, "--width", 8, "--batch-size", 8, "--threads", 1, "--holdout", 16)
-    figures = kills.train(tmp_path, 2, options=options, methods={"moat:2": 6}, every=(0, 600))
-    assert figures["identical"] == 2
+    figures = kills.train(tmp_path, 2, options=options, methods={"moat:2": 3}, every=(0,))
+    assert figures["identical"] == 1
 
 
 def test_a_damaged_file_is_told_of_or_does_no_harm(tmp_path, tiny):
-    figures = Corruption(tmp_path / "files", tiny).many(20, seed=1)
-    assert figures["told"] > 8
+    figures = Corruption(tmp_path / "files", tiny).many(12, seed=1)
+    assert figures["told"] > 4
     assert figures["wrong"] == 0
 
 

@@ -166,9 +166,9 @@ def test_square_asks_the_same_queries(norm, side, eps):
 
 def test_a_robust_model_gets_the_verdicts_of_the_reference():
     reference = json.loads((FIXTURES / "reference.json").read_text())
-    theirs = torch.tensor(reference["stand"], dtype=torch.bool)
+    theirs = torch.tensor(reference["stand"], dtype=torch.bool)[:60]
     data = moatlab.load_images("mini")
     model = moatlab.load(FIXTURES / "mini_moat2.safetensors")
-    ours = moatlab.evaluate(model, data.test_x[:100], data.test_y[:100], attacks=["aa"], eps=16 / 255).robust["aa"]
-    assert 5 < theirs.sum() < 50
-    assert (ours == theirs).sum() >= 99
+    ours = moatlab.evaluate(model, data.test_x[:60], data.test_y[:60], attacks=["aa"], eps=16 / 255).robust["aa"]
+    assert 3 < theirs.sum() < 30
+    assert (ours == theirs).sum() >= 59
