@@ -3,6 +3,8 @@ PYTHON ?= python3
 SEED ?= 0
 BIN := .venv/bin
 READY := .venv/ready
+# What is imported is compiled once, and only that.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test docs test-browser soak parity bench bench-setup clean
 .DELETE_ON_ERROR:
@@ -14,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "moatlab needs Python 3.11 or newer; name one with: make PYTHON=python3.11"; exit 1; }
 	@echo "setting up .venv (PyTorch is large; this takes a minute or two)"
 	@$(PYTHON) -m venv --clear .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
 demo: setup

@@ -47,7 +47,7 @@ def test_formulas_are_drawn_and_none_is_left_as_source(site):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("page", ["index", "concepts", "methods", "results/reproduction", "reference"])
+@pytest.mark.parametrize("page", ["index", "methods", "results/reproduction"])
 def test_a_page_fits_asks_nobody_and_complains_of_nothing(site, browser, width, page):
     tab = browser.new_page(viewport={"width": width, "height": 900})
     asked, complaints = [], []

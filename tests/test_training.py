@@ -116,8 +116,10 @@ def test_a_cycle_written_out_equals_imoat_bit_for_bit(small, tmp_path):
 STOPS = [3, 8, 11, 12, 16, 21, 24]
 
 
-@pytest.mark.parametrize("method", ["moat:2", "imoat:1,2,3", "kim", "gradalign"])
-@pytest.mark.parametrize("bn", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("method", "bn"), [("moat:2", "train"), ("moat:2", "eval"), ("imoat:1,2,3", "train"), ("kim", "train"),
+                       ("gradalign", "eval")]
+)  # fmt: skip
 def test_an_interrupted_and_resumed_run_equals_one_that_never_stopped(small, method, bn, tmp_path):
     recipe = small(method, bn_in_attack=bn)
     whole = train(recipe, tmp_path / "whole")
