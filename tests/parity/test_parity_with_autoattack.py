@@ -47,7 +47,11 @@ class ReferenceDraws:
 
 
 class Recorded(nn.Module):
-    """A small convolutional network that keeps whatever it is shown."""
+    """A small convolutional network that keeps whatever it is shown.
+
+    It answers image by image, so that its last bits do not hang on how many others stand beside one: where two iterates
+    have the same loss but for these, they would decide to which of them APGD returns.
+    """
 
     def __init__(self, side):
         super().__init__()
@@ -62,7 +66,7 @@ class Recorded(nn.Module):
 
     def forward(self, x):
         self.shown.append(x.detach().clone())
-        return self.layers(x)
+        return torch.cat([self.layers(image[None]) for image in x])
 
     def take(self):
         shown, self.shown = self.shown, []
