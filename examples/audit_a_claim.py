@@ -2,7 +2,7 @@
 # # Audit a robustness claim
 #
 # Somebody claims a defence that needs no adversarial training: round each pixel to a few levels before the network sees
-# it, and small perturbations are rounded away. PGD finds next to nothing, they say. Is it true? A minute or two on two
+# it, and small perturbations are rounded away. PGD finds next to nothing, they say. Is it true? Three minutes on two
 # cores.
 
 # %%
@@ -14,7 +14,7 @@ from moatlab.attacks import pgd
 
 EPS = 8 / 255
 images = moatlab.load_images("mini")
-x, y = images.test_x[:300].permute(0, 3, 1, 2) / 255, images.test_y[:300]
+x, y = images.test_x[:200].permute(0, 3, 1, 2) / 255, images.test_y[:200]
 plain = moatlab.train("preact_resnet18", "mini", method="standard", epochs=6, out="runs/plain", resume=True).model
 
 
@@ -63,7 +63,7 @@ for flag in result.flags:
 
 # %% [markdown]
 # Rounding has a gradient of zero, so whatever follows gradients stands still. AutoAttack's last member, Square, asks
-# for no gradients, and finds what the others missed. The flags say so, and that the number left is still too high.
+# for no gradients, and finds what the others missed. The flags say so, and that what is left may still be too high.
 #
 # ## How high is the truth?
 #
