@@ -196,9 +196,16 @@ def test_data_that_is_neither_known_nor_a_folder_is_refused(refuses):
     refuses_data(refuses, "--data", "nosuch", says="'nosuch'")
 
 
+def test_a_folder_of_other_files_is_no_place_for_a_run(refuses, alone, tiny):
+    shutil.copytree(tiny, alone / "photos")
+    refuses(
+        "train", "fgsm", "--data", "photos", "--width", 8, "--batch-size", 16, "--out", "photos", says="other files"
+    )
+
+
 def test_an_empty_folder_is_no_data(refuses, alone):
     (alone / "empty").mkdir()
-    refuses_data(refuses, "--data", "empty", says="empty/train")
+    refuses_data(refuses, "--data", "empty", says="empty is empty")
 
 
 @pytest.mark.parametrize("content", [b"", b"no image at all", b"\x89PNG\r\n\x1a\n"])
@@ -355,15 +362,17 @@ def refuses_model(refuses, name, says):
     [
         ("resnet50", "preact_resnet18"),
         ("nosuchmodule:small", "nosuchmodule"),
-        ("mine:nosuch", "'nosuch'"),
+        ("mine:nosuch", "it has Net"),
         ("mine:number", "int"),
+        ("mine:built", "Net, not a function"),
+        ("../mine.py:Net", "mine:Net"),
         ("mine:", "mine"),
         (":small", ":small"),
         ("..:small", "..:small"),
     ],
 )
 def test_a_model_that_cannot_be_found_is_refused(refuses, alone, name, says):
-    write_module(alone, "number = 3")
+    write_module(alone, "from torch import nn\nnumber = 3\nclass Net(nn.Identity): pass\nbuilt = Net()")
     refuses_model(refuses, name, says)
 
 

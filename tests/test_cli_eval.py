@@ -241,6 +241,46 @@ def test_a_model_from_ones_own_factory_is_evaluated_at_the_usual_radius(moat, al
     assert (alone / "mine-factory.eval.json").exists()
 
 
+def test_a_model_that_fails_under_attack_is_told_of_in_a_sentence(moat, alone):
+    (alone / "mine.py").write_text(
+        textwrap.dedent("""
+        from torch import nn
+        class Model(nn.Sequential):
+            def forward(self, x):
+                if x.requires_grad and len(x) > 10:
+                    raise MemoryError("no room for gradients")
+                return super().forward(x)
+        def factory():
+            return Model(nn.Flatten(), nn.Linear(768, 10))
+        """)
+    )
+    code, _, err = moat("eval", "--model", "mine:factory", "--data", "mini", "--n", 20, "--attacks", "pgd7")
+    assert code == 1
+    assert "the model failed under attack (MemoryError: no room for gradients)" in err
+    assert "Traceback" not in err
+
+
+def test_a_short_look_at_images_that_are_sorted_by_class_is_warned_of(moat, alone):
+    x, y = np.zeros((60, 16, 16, 3), np.uint8), np.arange(60) // 20
+    np.savez(alone / "sorted.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    (alone / "mine.py").write_text(
+        "from torch import nn\ndef factory(): return nn.Sequential(nn.Flatten(), nn.Linear(768, 3))"
+    )
+    command = ("eval", "--model", "mine:factory", "--data", "sorted.npz", "--attacks", "fgsm")
+    assert "the first 30 are of 2 of 3 classes only" in moat(*command, "--n", 30).err
+    assert "sorted by class" not in moat(*command).err
+
+
+def test_what_a_killed_clean_up_left_does_not_get_into_the_examples(moat, run_folder):
+    leftovers = run_folder / "eval.partial"
+    leftovers.mkdir()
+    np.savez(
+        leftovers / "found-fgsm-000003-000.npz", rows=np.array([3500]), points=np.zeros((1, 3, 16, 16), np.float32)
+    )
+    assert moat("eval", run_folder.name, "--n", 20, "--attacks", "fgsm", "--save-adversarial").code == 0
+    assert moat("verify", run_folder / "eval.json").code == 0
+
+
 def test_a_run_on_ones_own_images_finds_them_again(moat, alone, tiny, tiny_options):
     assert moat("train", "fgsm", *tiny_options, "--epochs", 1, "--out", "mine").code == 0
     code, out, err = moat("eval", "mine", "--attacks", "pgd50", "--save-adversarial")
@@ -382,9 +422,47 @@ def test_a_data_set_of_two_classes_says_which_attacks_work(refuses, alone, tiny)
     (alone / "two.py").write_text(
         "from torch import nn\ndef make(n): return nn.Sequential(nn.Flatten(), nn.Linear(192, n))"
     )
-    err = refuses("eval", "--model", "two:make", "--data", tiny, says="at least 4 classes")
+    err = refuses("eval", "--model", "two:make", "--data", tiny, "--attacks", "aa", says="at least 4 classes")
     assert "pgd50" in err
     assert "square" in err
+
+
+def test_without_four_classes_the_usual_attacks_are_those_that_work(moat, alone, tiny):
+    (alone / "two.py").write_text(
+        "from torch import nn\ndef make(n): return nn.Sequential(nn.Flatten(), nn.Linear(192, n))"
+    )
+    code, out, err = moat("eval", "--model", "two:make", "--data", tiny, "--n", 6)
+    assert code == 0, err
+    assert "AutoAttack needs four classes" in err
+    card = json.loads((alone / "two-make.eval.json").read_text())
+    assert list(card["results"]) == ["clean", "fgsm", "pgd50", "cw50", "mim50", "apgd-ce", "fab-t", "square"]
+    assert "robust accuracy: " in out
+
+
+def test_a_card_of_more_is_kept_beside_one_of_less(moat, run_folder):
+    assert moat("eval", run_folder.name, "--n", 30, "--attacks", "fgsm,pgd7").code == 0
+    before = (run_folder / "eval.json").read_bytes()
+    code, _, err = moat("eval", run_folder.name, "--n", 30, "--attacks", "fgsm")
+    assert code == 0
+    assert "eval_previous.json" in err
+    assert (run_folder / "eval_previous.json").read_bytes() == before
+    assert list(json.loads((run_folder / "eval.json").read_text())["results"]) == ["clean", "fgsm"]
+    assert "previous" not in moat("eval", run_folder.name, "--n", 30, "--attacks", "fgsm,pgd7").err
+
+
+def test_a_run_whose_images_are_not_here_says_which_they_are(moat, refuses, alone, tiny, monkeypatch):  # noqa: F811
+    shutil.copytree(tiny, alone / "photos")
+    options = ("--data", "photos", "--width", 8, "--batch-size", 16, "--epochs", 1, "--out", "run", "--max-steps", 1)
+    assert moat("train", "fgsm", *options).code == 0
+    (alone / "elsewhere").mkdir()
+    monkeypatch.chdir(alone / "elsewhere")
+    refuses("eval", "../run", "--attacks", "fgsm", says="was trained on photos, which is not here")
+    assert moat("eval", "../run", "--attacks", "fgsm", "--data", "../photos").code == 0
+
+
+def test_a_folder_of_images_is_no_run(refuses, alone, tiny):  # noqa: F811
+    shutil.copytree(tiny, alone / "photos")
+    refuses("eval", "photos", says="name the folder of a run")
 
 
 def test_cards_that_cannot_be_verified_are_refused(refuses, moat, run_folder, alone):  # noqa: F811

@@ -35,8 +35,41 @@ def test_a_folder_of_images_is_a_data_set(pets):
     assert images.train_x.shape == (10, 6, 8, 3)
     assert images.train_x.dtype == torch.uint8
     assert images.train_x.is_contiguous()
-    assert images.test_x[:, 0, 0, 0].tolist() == [100, 101, 110, 111]
-    assert images.test_y.tolist() == [0, 0, 1, 1]
+    assert sorted(images.test_x[:, 0, 0, 0].tolist()) == [100, 101, 110, 111]
+
+
+def test_the_first_test_images_which_a_short_evaluation_takes_are_of_all_classes(pets):
+    """On the disk they are sorted: of the first half only one class would be seen."""
+    for label, name in enumerate(["cat", "dog"]):
+        for number in range(2, 10):
+            write_image(pets / "test" / name / f"{number}.png", (100 + 10 * label + number, 0, 255))
+    images = load_images(str(pets))
+    assert set(images.test_y[:10].tolist()) == {0, 1}
+    assert torch.equal(images.test_y, images.test_x[:, 0, 0, 0].long() // 10 - 10)
+
+
+def test_of_a_folder_of_classes_alone_a_tenth_is_set_apart_for_testing(pets, capsys):
+    for number in range(5, 20):
+        write_image(pets / "train" / "cat" / f"{number}.png", (number, 0, 255))
+    images = load_images(str(pets / "train"))
+    assert (len(images.train_y), len(images.test_y)) == (23, 2)
+    assert "2 of its images are set apart" in images.note
+    assert (
+        len({*images.train_x[:, 0, 0, 0].tolist(), *images.test_x[:, 0, 0, 0].tolist()}) == 20
+    )  # 10 to 14 are of both
+    assert images.classes == ("cat", "dog")
+    assert load_images(str(pets / "train")).sha256 == images.sha256
+    assert "no test image is of the class" in capsys.readouterr().err
+
+
+def test_a_class_without_test_images_is_told_of(pets, capsys):
+    load_images(str(pets))
+    assert capsys.readouterr().err == ""
+    for path in (pets / "test" / "dog").iterdir():
+        path.unlink()
+    (pets / "test" / "dog").rmdir()
+    assert load_images(str(pets)).test_y.tolist() == [0, 0]
+    assert "no test image is of the class 'dog'" in capsys.readouterr().err
 
 
 def test_training_images_are_shuffled_the_same_way_each_time_and_keep_their_labels(pets):
@@ -87,7 +120,7 @@ def test_the_test_set_need_not_show_every_class(pets):
     write_image(pets / "train" / "emu" / "0.png")
     images = load_images(str(pets))
     assert images.classes == ("cat", "dog", "emu")
-    assert images.test_y.tolist() == [0, 0, 1, 1]
+    assert sorted(images.test_y.tolist()) == [0, 0, 1, 1]
 
 
 def refused(folder, message):
@@ -125,8 +158,7 @@ def test_sixteen_bits_per_channel_are_refused_instead_of_clipped(pets):
     refused(pets, r"cat/0\.png has more than 8 bits per channel")
 
 
-def test_a_folder_without_train_or_test_is_refused(pets):
-    refused(pets / "train", r"train/train does not exist; a folder of images needs train/CLASS/\*\.png")
+def test_a_folder_with_one_of_train_and_test_is_refused(pets):
     (pets / "test").rename(pets / "validation")
     refused(pets, "pets/test does not exist")
 

@@ -28,6 +28,15 @@ def images(count):
     return x, torch.randint(0, 3, (count,), generator=draws)
 
 
+def test_an_answer_that_is_not_a_number_is_wrong():
+    class Nothing(torch.nn.Module):
+        def forward(self, x):
+            return x.flatten(1)[:, :3] * torch.nan
+
+    x, y = images(9)
+    assert [measure(Nothing(), x, y, eps=0.1, seed=0)[name] for name in ("clean", "fgsm", "pgd7")] == [0, 0, 0]
+
+
 def test_accuracies_equal_attacks_written_out():
     model, eps, seed = small_network(), 0.1, 5
     model(torch.rand(64, 3, 4, 4))

@@ -193,7 +193,8 @@ def test_floats_that_were_bytes_are_those_bytes_and_others_are_refused():
     pixels = torch.randint(256, (12, 6, 6, 3), dtype=torch.uint8)
     y = torch.arange(12) % 3
     images = moatlab.as_images((pixels.permute(0, 3, 1, 2) / 255, y), (pixels, y))
-    assert torch.equal(images.train_x, pixels)
+    assert torch.equal(images.test_x, pixels)
+    assert sorted(images.train_x.flatten(1).tolist()) == sorted(pixels.flatten(1).tolist())
     for bad in (torch.randn(12, 3, 6, 6), torch.rand(12, 3, 6, 6), pixels.int(), pixels[0]):
         with pytest.raises(UserError):
             moatlab.as_images((bad, y), (pixels, y))
@@ -204,7 +205,16 @@ def test_floats_that_were_bytes_are_those_bytes_and_others_are_refused():
             moatlab.as_images((pixels, bad))
     with pytest.raises(UserError):
         moatlab.as_images((pixels.float() / 255, y))  # channels last, as floats
-    assert torch.equal(moatlab.as_images((pixels.numpy()[:, ::-1], y), (pixels, y)).train_x, pixels.flip(1))
+    assert torch.equal(moatlab.as_images((pixels, y), (pixels.numpy()[:, ::-1], y)).test_x, pixels.flip(1))
+
+
+def test_arrays_that_are_sorted_by_class_have_all_classes_in_what_is_held_out():
+    pixels, y = torch.randint(256, (90, 6, 6, 3), dtype=torch.uint8), torch.arange(90) // 30
+    pixels[:, 0, 0, 0] = y
+    images = moatlab.as_images((pixels, y), (pixels, y))
+    assert set(images.train_y[-30:].tolist()) == {0, 1, 2}
+    assert torch.equal(images.train_x[:, 0, 0, 0].long(), images.train_y)
+    assert torch.equal(images.test_y, y)  # the numbers of verdicts are the user's own
 
 
 @pytest.mark.usefixtures("alone")
@@ -224,6 +234,18 @@ def test_a_pair_of_tensors_trains_a_model_of_the_users_own():
     for bad in ((x,), (x, y, y)):
         with pytest.raises(UserError, match="pair"):
             moatlab.train(model, bad)
+    second = moatlab.train(model, (x, y), method="imoat:1,2,3", epochs=3, batch_size=12)
+    assert second.folder == Path("runs/imoat-1-2-3_arrays_s0_2")
+    with pytest.raises(UserError, match="TensorDataset"):
+        moatlab.train(model, torch.utils.data.TensorDataset(x, y))
+    with pytest.raises(UserError, match="begin at 0"):
+        moatlab.train(model, (x, y + 1))
+    recipe = make_recipe("fgsm", epochs=1)
+    for arguments, options in (((), {}), (("run",), {"method": "pgd:7"}), (("run",), {"epochs": 2})):
+        with pytest.raises(UserError, match="folder"):
+            moatlab.train(recipe, *arguments, **options)
+    assert not Path("run").exists()
+    assert not Path("mini").exists()
 
 
 # --- threat models

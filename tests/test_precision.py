@@ -4,7 +4,9 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+import moatlab
 from moatlab import guards
 from moatlab.attacks import fgsm
 from moatlab.attacks.probe import Probe
@@ -91,7 +93,7 @@ def test_a_first_step_that_overflows_in_fp16_leaves_weights_and_momentum_as_they
     session.scaler.update()
     for parameter, old in zip(session.model.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
-        assert not session.optimizer.state[parameter]["momentum_buffer"].any()
+        assert not session.optimizer.velocity[parameter].any()
 
 
 def test_gradients_that_never_fit_into_fp16_end_the_run(tmp_path, short, monkeypatch):
@@ -148,6 +150,27 @@ def test_training_in_fewer_bits_counts_what_it_planned_keeps_float32_weights_and
     ]
     assert losses[0] != losses[1]
     assert losses[0][0] == pytest.approx(losses[1][0], abs=0.03)  # later epochs go ways of their own, as seeds do
+
+
+class CastsItself(nn.Module):
+    """What is common in users' code: an autocast inside the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(192, 2)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.linear(x.flatten(1)).float()
+
+
+def test_a_model_with_an_autocast_of_its_own_trains_with_its_present_weights(tmp_path, tiny):
+    """PyTorch keeps cast weights until the outermost autocast is left, and ours, which turns it off, is one."""
+    options = {"eps": "8/255", "epochs": 6, "batch_size": 16, "augment": False, "lr": 0.05}
+    run = moatlab.train(CastsItself(), str(tiny), method="fgsm", out=tmp_path / "run", **options)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0] / 2
+    assert run.record.final["clean"] == 1
 
 
 def test_the_scale_of_fp16_gradients_is_part_of_a_checkpoint(tmp_path, short):

@@ -73,7 +73,8 @@ def test_probabilities_and_randomness_are_flagged():
 
 
 MEASURED = {
-    "randomised": False, "probabilities": False, "sample": 200, "clean": 0.8, "zero_gradients": 0.0, "fgsm": 0.5,
+    "randomised": False, "probabilities": False, "sample": 200, "guessing": 0.1, "clean": 0.8, "zero_gradients": 0.0,
+    "fgsm": 0.5,
     "pgd20": {"at half of eps": 0.6, "at eps": 0.45, "at twice eps": 0.2}, "pgd20_at_half": 0.0,
 }  # fmt: skip
 VERDICTS = {"clean": [None] * 80 + ["clean"] * 20}
@@ -84,7 +85,10 @@ VERDICTS = {"clean": [None] * 80 + ["clean"] * 20}
     [
         (None, {}, {"fgsm": 0.5, "pgd50": 0.4}, {}, (0, 40)),
         ("pgd-weaker-than-fgsm", {}, {"fgsm": 0.5, "pgd50": 0.6}, {}, None),
+        ("pgd-weaker-than-fgsm", {"fgsm": 0.4}, {}, {}, None),
+        (None, {}, {"pgd50": 0.6}, {}, None),  # FGSM was asked of the sample only, which are other images
         ("fgsm-above-clean", {}, {"fgsm": 0.85}, {}, None),
+        ("no-better-than-guessing", {"guessing": 0.75}, {}, {}, None),
         ("zero-gradients", {"zero_gradients": 0.3}, {}, {}, None),
         ("rises-with-eps", {"pgd20": {"at half of eps": 0.4, "at eps": 0.45, "at twice eps": 0.2}}, {}, {}, None),
         ("not-zero-at-half", {"pgd20_at_half": 0.1}, {}, {}, None),

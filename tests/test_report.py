@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from images_for_tests import tiny_images
 from moatlab import make_recipe, train
 from moatlab.data import load_images
 from moatlab.files import read_json, write_json
@@ -115,9 +116,10 @@ def test_whatever_stands_in_the_files_of_a_run_stays_text(moat, runs, evil):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_json(run / "run.json", read_json(run / "run.json") | {"metrics": RunFolder(run).metrics_sha256})
     flag = {"name": evil, "evidence": evil, "meaning": evil}
-    subject = {"name": evil, "sha256": portrait["model"]}
+    subject = {"name": evil, "weights": portrait["weights"]}
     threat = {"eps": "16/255", "norm": "linf"}
-    card = {"results": {evil: {"accuracy": 0.5}}, "flags": [flag], "data": {"images": 5}, "settings": threat}
+    data = {"images": 5, "sha256": read_json(run / "run.json")["data"]["sha256"]}
+    card = {"results": {evil: {"accuracy": 0.5}}, "flags": [flag], "data": data, "settings": threat}
     write_json(run / "eval.json", card | {"subject": subject})
     page, source, _ = page_of(moat, run)
     assert page.tags.count("script") == 1
@@ -165,6 +167,29 @@ def test_a_card_of_another_model_is_not_shown_beside_this_one(moat, runs, status
     page, _, _ = page_of(moat, runs / "fgsm")
     assert "is of another model" in page.text
     assert "pgd50 %" not in page.text
+
+
+def test_a_card_on_other_images_is_not_shown_beside_other_runs(moat, runs, tmp_path):
+    (tiny_images(tmp_path / "others") / "test" / "dark" / "0.png").unlink()
+    assert moat("eval", runs / "fgsm", "--attacks", "pgd50", "--data", tmp_path / "others").code == 0
+    page, _, _ = page_of(moat, runs / "fgsm")
+    assert "is on other images" in page.text
+    assert "pgd50 %" not in page.text
+
+
+def test_a_portrait_of_the_users_own_model_is_shown_again_without_running_its_code(moat, alone, tiny):
+    (alone / "mine.py").write_text(
+        "from torch import nn\ndef build(n): return nn.Sequential(nn.Flatten(), nn.Softmax(1), nn.Linear(192, n))"
+    )
+    options = ("--data", tiny, "--batch-size", 16, "--epochs", 1, "--out", "run")
+    ended = moat("train", "fgsm", *options, "--model", "mine:build")
+    assert "5 steps in all" in ended.err
+    assert "on 80 training images" in ended.err
+    assert "next: moat eval run --trust-model-code" in ended.out
+    before = (alone / "run" / "report.html").read_text()
+    (alone / "mine.py").write_text("raise SystemExit('run without being asked')")
+    assert moat("report", "run").code == 0
+    assert (alone / "run" / "report.html").read_text().count("<svg") == before.count("<svg") > 2
 
 
 def test_a_card_at_another_radius_is_not_shown_as_the_run_s_robustness(moat, runs):

@@ -21,6 +21,7 @@ from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.preparation import split
 from moatlab.recipe import make_recipe
 from moatlab.runfolder import RunFolder
+from moatlab.sgd import Sgd
 from moatlab.training import train
 
 METHODS = [
@@ -207,18 +208,42 @@ def test_a_run_can_start_from_the_weights_of_another(small, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def sgd(model, fused):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, fused=fused)
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
 
 
-def test_fused_sgd_after_a_resume_equals_plain_sgd(tmp_path):
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_our_sgd_is_pytorchs_bit_for_bit(momentum):
+    torch.manual_seed(0)
+    ours = PreActResNet18(classes=10, width=8).to(memory_format=torch.channels_last)
+    theirs = copy.deepcopy(ours)
+    ours.bn.weight.requires_grad_(False)  # a user may freeze some
+    theirs.bn.weight.requires_grad_(False)
+    arguments = SGD | {"momentum": momentum}
+    optimizers = Sgd(ours.parameters(), **arguments), torch.optim.SGD(theirs.parameters(), **arguments, fused=True)
+    for step in range(3):
+        x = torch.rand(8, 3, 16, 16)
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            F.cross_entropy(optimizer.zero_grad() or model(x), torch.arange(8)).backward()
+            optimizer.found_inf = torch.tensor(float(step == 1))  # the second step is to do nothing
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_sgd_after_a_resume_equals_sgd_without_one(tmp_path):
     """Fused SGD walks raw memory: with channels-last weights a contiguous momentum would go to the wrong weights."""
     torch.manual_seed(0)
     model = PreActResNet18(classes=10, width=8).to(memory_format=torch.channels_last)
+    plain = PreActResNet18(classes=10, width=8)
+    plain.load_state_dict(model.state_dict())
     x, y = torch.rand(8, 3, 16, 16), torch.arange(8)
-    optimizer = sgd(model, fused=True)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
+
+    def step(model, optimizer):
+        F.cross_entropy(optimizer.zero_grad() or model(x), y).backward()
+        optimizer.step()
+
+    optimizer, plain_optimizer = Sgd(model.parameters(), **SGD), torch.optim.SGD(plain.parameters(), **SGD)
+    step(model, optimizer)
+    step(plain, plain_optimizer)
     path = tmp_path / "checkpoint.pt"
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     save_checkpoint(path, model, optimizer, Progress(step=1), scaler)
@@ -229,19 +254,30 @@ def test_fused_sgd_after_a_resume_equals_plain_sgd(tmp_path):
     path.write_bytes(seal(buffer.getvalue()))
 
     resumed = PreActResNet18(classes=10, width=8).to(memory_format=torch.channels_last)
-    plain = PreActResNet18(classes=10, width=8)
-    weights = []
-    for other, fused in ((resumed, True), (plain, False)):
-        other_optimizer = sgd(other, fused)
-        assert load_checkpoint(path, other, other_optimizer, scaler) == (Progress(step=1), None)
-        F.cross_entropy(other(x), y).backward()
-        other_optimizer.step()
-        weights.append([parameter.detach().clone() for parameter in other.parameters()])
-    for fused_weight, plain_weight in zip(*weights, strict=True):
-        torch.testing.assert_close(fused_weight, plain_weight, rtol=1e-4, atol=1e-5)
-    F.cross_entropy(model.zero_grad() or model(x), y).backward()
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights[0], strict=True))
+    resumed_optimizer = Sgd(resumed.parameters(), **SGD)
+    assert load_checkpoint(path, resumed, resumed_optimizer, scaler) == (Progress(step=1), None)
+    step(resumed, resumed_optimizer)
+    step(model, optimizer)
+    step(plain, plain_optimizer)
+    for again, once, other in zip(resumed.parameters(), model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(again, once)
+        torch.testing.assert_close(again, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_softmax_at_the_end_is_warned_of(small, capsys):
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2), torch.nn.Softmax(1))
+    train(small("fgsm"), "run", model=model, max_steps=1)
+    assert "seems to return probabilities" in capsys.readouterr().err
+
+
+def test_a_training_process_does_not_import_the_compiler(small):
+    """It takes two seconds."""
+    code = (
+        "import sys; from moatlab.recipe import Recipe; from moatlab.training import train; "
+        "train(Recipe.model_validate_json(sys.argv[1]), 'run'); assert 'torch._dynamo' not in sys.modules"
+    )
+    recipe = small("moat:2", epochs=3).model_dump_json()
+    subprocess.run([sys.executable, "-c", code, recipe], check=True)
 
 
 def test_momentum_takes_the_strides_of_its_parameter():

@@ -25,10 +25,11 @@ from moatlab.display import Bar, Pace
 from moatlab.environment import describe_environment, keep_freed_memory
 from moatlab.files import SCHEMA
 from moatlab.models import BUILT_IN, build_model, users_code
-from moatlab.precision import DTYPES, Autocast, choose_precision, full_precision
+from moatlab.precision import DTYPES, Autocast, choose_precision, full_precision, left_as_found
 from moatlab.preparation import choose_device, prepare
 from moatlab.recipe import make_recipe
 from moatlab.runfolder import RunFolder
+from moatlab.sgd import Sgd
 from moatlab.training import Run
 
 SIZE, PRODUCTS = 2048, 20  # the limit is the best of so many products of two matrices of this size
@@ -57,23 +58,17 @@ def bench(
 ) -> dict[str, Any]:
     """Measure and return what `moat bench --json` prints. Our steps run on random images of three channels."""
     keep_freed_memory()
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads or threads_before)
-    bar = Bar("bench", 2.0)
-    try:
-        chosen = choose_device(device)
-        in_full = full_precision() if choose_precision("auto", chosen) == "fp32" else nullcontext()
-        with torch.random.fork_rng(), bar, in_full:
-            arguments = {"width": width} if model in BUILT_IN else {}
-            net = build_model(model, classes=CLASSES, arguments=arguments).to(chosen)
-            setting = {"model": model, **arguments, "batch_size": batch_size, "image_size": image_size}
-            progress = Progress(bar)
-            steps = measure_steps(net, batch_size, image_size, chosen, progress)
-            epochs = measure_epochs(chosen, progress)
-            environment = describe_environment() | {"device": str(chosen)}
-            return {"schema": SCHEMA, "setting": setting, **steps, "epochs": epochs, "environment": environment}
-    finally:
-        torch.set_num_threads(threads_before)
+    chosen = choose_device(device)
+    in_full = full_precision() if choose_precision("auto", chosen) == "fp32" else nullcontext()
+    with left_as_found(chosen, threads), Bar("bench", 2.0) as bar, in_full:
+        arguments = {"width": width} if model in BUILT_IN else {}
+        net = build_model(model, classes=CLASSES, arguments=arguments).to(chosen)
+        setting = {"model": model, **arguments, "batch_size": batch_size, "image_size": image_size}
+        progress = Progress(bar)
+        steps = measure_steps(net, batch_size, image_size, chosen, progress)
+        epochs = measure_epochs(chosen, progress)
+        environment = describe_environment() | {"device": str(chosen)}
+        return {"schema": SCHEMA, "setting": setting, **steps, "epochs": epochs, "environment": environment}
 
 
 class Progress:
@@ -132,10 +127,10 @@ def three_steps(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Step]:
     still = copy.deepcopy(model).eval()
     precision = choose_precision("auto", x.device)
     trained = model.train() if precision == "fp32" else Autocast(model.train(), precision)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4, fused=True)
+    sgd = Sgd(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
 
     def train() -> None:
-        sgd.zero_grad(set_to_none=True)
+        sgd.zero_grad()
         F.cross_entropy(trained(x), y).backward()  # type: ignore[no-untyped-call]
         sgd.step()
 

@@ -6,6 +6,7 @@ import json
 import math
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from moatlab import display, processes
 from moatlab.attacks.geometry import USUAL_EPS, Norm, distance
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating
+from moatlab.data import Images
 from moatlab.data.batches import as_floats
+from moatlab.display import warn
 from moatlab.environment import describe_environment
-from moatlab.errors import UserError, needs_trust
+from moatlab.errors import RunFailed, UserError, needs_trust
 from moatlab.evaluation import Evaluation, evaluate, merged
 from moatlab.files import UNREADABLE_ARRAYS, atomic, read_json_and_check, remove_leftovers, with_checksum
 from moatlab.intervals import wilson
-from moatlab.models import BUILT_IN
+from moatlab.models import BUILT_IN, users_code
 from moatlab.partial import discard, for_one_process, pieces
 from moatlab.precision import DTYPES, Autocast, full_precision
 from moatlab.recipe import parse_eps
@@ -62,20 +65,22 @@ def evaluate_subject(
         raise UserError(f"--n {count} is more than the {len(images.test_y)} test images of {images.name}")
     if count < processes.count():
         raise UserError(f"{count} images are too few for {processes.count()} processes")
-    environment = describe_environment() | {"device": str(device_of(subject.model, torch.empty(0)))}
+    warn_of_sorted(images, count)
+    device = device_of(subject.model, torch.empty(0))
+    environment = describe_environment() | {"device": str(device)}
     identity = {
         "model": subject.sha256, "factory": subject.source["model"], "data": images.sha256,
         "moatlab": environment["moatlab"], "torch": environment["torch"], "threads": environment["threads"],
-        "device": environment["device"],
+        "device": device.type,  # each process has a GPU of its own
     }  # fmt: skip
     processes.agree("models or images", [*identity.values(), count, attacks, radius, norm, seed, precision])
-    parts = processes.from_all(processes.share(count))
+    mine = processes.share(count)
+    parts = processes.from_all(mine)
     stem = subject.card.name.removesuffix(".json")
     names = [f"{stem}.partial", *(f"{stem}_{number}.partial" for number in range(1, len(parts)))]
     states = [subject.card.with_name(name) for name in names]
-    mine = processes.share(count)
     state = states[parts.index(mine)]
-    saved = subject.card.with_name(subject.card.name.removesuffix(".json") + "_adversarial.npz")
+    saved = subject.card.with_name(f"{stem}_adversarial.npz")
     with for_one_process(state):
         for path in (subject.card, saved):
             remove_leftovers(path)
@@ -93,6 +98,7 @@ def evaluate_subject(
                 found = [(place, part.start) for place, part in zip(states, parts, strict=True)]
                 write_examples(saved, found, attacked, (channels, height, width))
             card = make_card(result, subject, radius, environment, saved.name if save_adversarial else None)
+            keep_previous(subject.card, card)
             write_card(subject.card, card)
             if not save_adversarial:
                 saved.unlink(missing_ok=True)  # of an earlier card
@@ -101,6 +107,14 @@ def evaluate_subject(
         card = processes.from_first(write)
         discard(state)
     return card
+
+
+def warn_of_sorted(images: Images, count: int) -> None:
+    """The first images of a set that is sorted by class, as a user's arrays may be, say little about the others."""
+    labels = images.test_y[:count]
+    shown, all_classes = len(set(labels.tolist())), len(set(images.test_y.tolist()))
+    if shown < all_classes and count > all_classes and bool((labels.diff() >= 0).all()):
+        warn(f"the test images are sorted by class: the first {count} are of {shown} of {all_classes} classes only")
 
 
 def make_card(
@@ -118,7 +132,7 @@ def make_card(
     first = first_broken_by(result.broken_by)
     standing = first.count(None)
     card = {
-        "subject": {"name": subject.name, **subject.source, "sha256": subject.sha256},
+        "subject": {"name": subject.name, **subject.source, "sha256": subject.sha256, "weights": subject.weights},
         "data": {
             "name": subject.images.name, "part": "test", "images": count, "sha256": subject.images.sha256,
             "note": subject.images.note,
@@ -147,6 +161,16 @@ def first_broken_by(broken_by: dict[str, list[str | None]]) -> list[str | None]:
         broken = (name for name, verdict in zip(broken_by, verdicts, strict=True) if verdict is not None)
         firsts.append(next(broken, None))
     return firsts
+
+
+def keep_previous(path: Path, card: dict[str, Any]) -> None:
+    """A card that took longer is not lost to one that was asked less: it stays as NAME_previous.json."""
+    with suppress(UserError, KeyError, TypeError):
+        before = read_json_and_check(path)[0]
+        if before["results"].keys() - card["results"].keys() or before["data"]["images"] > card["data"]["images"]:
+            kept = path.with_name(f"{path.stem}_previous.json")
+            path.replace(kept)
+            display.note(f"the card that was there, of more attacks or images, is kept as {kept}")
 
 
 def write_card(path: Path, card: dict[str, Any]) -> None:
@@ -253,7 +277,8 @@ def _check(
     x = as_floats(subject.images.test_x[rows])
     far = distance(z.double() - x.double(), norm).nan_to_num(nan=math.inf)
     outside = ~((z >= 0) & (z <= 1)).flatten(1).all(1)
-    logits = Probe(model, batch_size=batch_size).logits(z.to(device))
+    with users_code("the model failed on an adversarial example", RunFailed):
+        logits = Probe(model, batch_size=batch_size).logits(z.to(device))
     return far, outside, ~is_wrong(logits, subject.images.test_y[rows].to(device)).cpu()
 
 

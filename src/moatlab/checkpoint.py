@@ -18,6 +18,7 @@ from moatlab.cost import Cost
 from moatlab.errors import UserError
 from moatlab.files import SCHEMA, atomic, read_whole
 from moatlab.models.weights import METADATA_KEY, UNREADABLE, check_archive, fingerprint, first_line, set_weights
+from moatlab.sgd import Sgd
 
 
 @dataclass
@@ -26,7 +27,6 @@ class Progress:
 
     step: int = 0
     epochs_logged: int = 0
-    metrics_bytes: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl: what the monitor goes by
     events: list[dict[str, Any]] = field(default_factory=list)  # the lines of events.jsonl
     loss_sum: float = 0.0  # over the steps of the current epoch
@@ -56,7 +56,7 @@ COMMENT = b"sha256 "
 def save_checkpoint(
     path: Path,
     model: nn.Module,
-    optimizer: torch.optim.SGD,
+    optimizer: Sgd,
     progress: Progress,
     scaler: torch.amp.GradScaler,
     *,
@@ -70,7 +70,7 @@ def save_checkpoint(
         "identity": identity,
         "model": model.state_dict(),
         "good": good,
-        "momentum": [optimizer.state.get(p, {}).get("momentum_buffer") for p in model.parameters()],
+        "momentum": [optimizer.velocity.get(p) for p in model.parameters()],
         "scaler": scaler.state_dict(),
         "progress": asdict(progress),
     }
@@ -96,7 +96,7 @@ def unseal(content: bytes) -> bytes:
 
 
 def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler, *, identity: str = ""
+    path: Path, model: nn.Module, optimizer: Sgd, scaler: torch.amp.GradScaler, *, identity: str = ""
 ) -> tuple[Progress, dict[str, Tensor] | None]:
     """Put the weights, the momentum and the scale of fp16 gradients back; where the run stood, and its good weights."""
     try:
@@ -117,7 +117,7 @@ def load_checkpoint(
         scaler.load_state_dict(content["scaler"])
         for parameter, buffer in zip(model.parameters(), momentum, strict=True):
             if buffer is not None:
-                optimizer.state[parameter]["momentum_buffer"] = laid_out_like(parameter, buffer)
+                optimizer.velocity[parameter] = laid_out_like(parameter, buffer)
     except (*UNREADABLE, pickle.UnpicklingError) as error:
         raise UserError(f"the checkpoint {path} can't be read ({first_line(error)})") from None
     return progress, content["good"]

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
-from moatlab import processes
+from moatlab import display, processes
 from moatlab.errors import Interrupted, RunFailed, UserError
 from moatlab.examining import bench_command, eval_command, verify_command
 from moatlab.options import (
@@ -72,7 +72,10 @@ def train_command(
     moat train moat:2                             on the embedded data, in minutes
     moat train imoat:2,5,8 --data cifar10         at the paper's size
     moat train fgsm --epochs 3 --out runs/short
+    moat train --resume --out runs/short          goes on with what is there
     """
+    if resume and out and not (method or recipe_file) and (out / "recipe.toml").exists():
+        recipe_file = out / "recipe.toml"  # of the run that is to go on
     recipe = make_recipe(method, preset=preset, file=recipe_file, trust_model_code=trust_model_code, **options)
     out = out or Path("runs") / default_name(recipe, preset)
     from moatlab.training import train
@@ -101,6 +104,7 @@ def train_command(
         click.echo(f"{record.counted['passes']:g} passes{extra}; the run is in {out}")
         if page.exists():
             click.echo(f"report: {page}")
+        click.echo(f"next: moat eval {out}{' --trust-model-code' if recipe.names_code else ''}")
 
 
 @cli.command("plan", cls=Grouped)
@@ -179,6 +183,7 @@ def demo_command(seed: int, out: Path | None, as_json: bool) -> None:
     """
     recipes = [make_recipe(method, preset="mini", seed=seed) for method in ("fgsm", "moat:2")]
     out = out or Path("runs") / f"demo_s{seed}"
+    display.note("two runs, which cost the same: fgsm, then moat:2\n")
     run_comparison(recipes, out, data_dir=None, resume=True, as_json=as_json)
 
 
@@ -210,7 +215,7 @@ def data_list_command(data_dir: Path | None) -> None:
     for name, description, where in available(data_dir):
         click.echo(f"{name:<10}{description}")
         click.echo(f"{'':<10}{where or f'not here yet: moat data get {name}'}")
-    click.echo(f"{'FOLDER':<10}your own images: FOLDER/train/CLASS/*.png, FOLDER/test/CLASS/*.png")
+    click.echo(f"{'FOLDER':<10}your own images: FOLDER/train/CLASS/IMAGE, FOLDER/test/CLASS/IMAGE")
 
 
 @data_group.command("get")

@@ -22,8 +22,8 @@ def take_up(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
     start = go_on if folder.checkpoints else begin
     progress, good, scale = processes.from_first(lambda: (*start(session, folder), session.scaler.state_dict()))
     session.scaler.load_state_dict(scale)
-    momentum = [state["momentum_buffer"] for state in session.optimizer.state.values()]
-    processes.copy_from_first([*session.model.parameters(), *session.model.buffers(), *momentum])
+    velocities = session.optimizer.velocity.values()
+    processes.copy_from_first([*session.model.parameters(), *session.model.buffers(), *velocities])
     return progress, good
 
 

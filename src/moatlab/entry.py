@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, overload
 
 from torch import nn
 
-from moatlab import training
+from moatlab import display, processes, training
 from moatlab.data import Images
 from moatlab.data.arrays import as_images
 from moatlab.errors import UserError
@@ -42,7 +43,7 @@ def train(
 
 
 def train(
-    model: nn.Module | str | Recipe, data: Any = "mini", *, method: str = "moat:2", out: str | Path | None = None,
+    model: nn.Module | str | Recipe, data: Any = None, *, method: str | None = None, out: str | Path | None = None,
     resume: bool = False, data_dir: str | Path | None = None, max_steps: int | None = None,
     checkpoint_every: float = 600.0, stream: bool | None = None, **options: Any,
 ) -> TrainedRun | RunRecord:  # fmt: skip
@@ -63,21 +64,35 @@ def train(
         "stream": stream,
     }  # fmt: skip
     if isinstance(model, Recipe):
-        if out is not None or options:
+        if data is None:
+            raise UserError("train(recipe, folder) needs a folder for the run")
+        if out is not None or method is not None or options:
             raise UserError("train(recipe, folder) takes all the rest from the recipe")
         return training.train(model, data, **running)
+    data, method = "mini" if data is None else data, method or "moat:2"
     images = data if isinstance(data, Images) else None
     if isinstance(data, tuple | list):
         if len(data) != 2:
             raise UserError("data must be a pair: (x, y), or ((x, y), (test_x, test_y))")
         pairs = isinstance(data[0], tuple | list)
         images = as_images(data[0], data[1]) if pairs else as_images((data[0], data[1]))
+    elif images is None and not isinstance(data, str | Path):
+        raise UserError(f"data is a {type(data).__name__}; it must be a name, a folder, or tensors: (x, y)")
     own = isinstance(model, nn.Module)
     name = f"{type(model).__module__}:{type(model).__qualname__}" if own else model
     recipe = make_recipe(method, model=name, data=images.name if images else str(data), **options)
-    folder = Path(out) if out else Path("runs") / default_name(recipe, options.get("preset"))
+    folder = Path(out) if out else free_folder(recipe, options.get("preset"), resume)
     record = training.train(recipe, folder, images=images, model=model if isinstance(model, nn.Module) else None,
                             **running)  # fmt: skip
     if not isinstance(model, nn.Module):
         return TrainedRun(folder, record, load(folder, trust_model_code=True))
     return TrainedRun(folder, record, model.eval())
+
+
+def free_folder(recipe: Recipe, preset: str | None, resume: bool) -> Path:
+    """runs/NAME; where a run is there already and is not to go on, runs/NAME_2 and so on."""
+    name, resume = default_name(recipe, preset), resume or processes.launched() > 1
+    names = (name if number == 1 else f"{name}_{number}" for number in count(1))
+    folder = next(Path("runs") / name for name in names if resume or not (Path("runs") / name).exists())
+    display.note(f"the run goes to {folder}")
+    return folder

@@ -30,11 +30,11 @@ class Interrupted(Exception):
         self.signal_number = signal_number
 
 
-def needs_trust(model: str, origin: object) -> UserError:
+def needs_trust(model: str, origin: object, instead: str = "") -> UserError:
     """The answer to a file that names code to run: only the user can say that it may."""
     return UserError(
         f"{origin} names the model {model}, which means importing and running that code; if you trust it, "
-        "add --trust-model-code (trust_model_code=True in Python), or name it yourself with --model"
+        f"add --trust-model-code (trust_model_code=True in Python){instead}"
     )
 
 

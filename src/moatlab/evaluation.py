@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
 from moatlab.environment import keep_freed_memory
-from moatlab.errors import Interrupted, UserError
+from moatlab.errors import Interrupted, RunFailed, UserError
 from moatlab.interrupts import Caught, signals_caught
+from moatlab.models import users_code
 from moatlab.partial import Partial
-from moatlab.precision import DTYPES, Autocast, full_precision
+from moatlab.precision import DTYPES, Autocast, full_precision, left_as_found
 from moatlab.randomness import key
 from moatlab.recipe import parse_eps
 from moatlab.redflags import Flag
@@ -85,6 +86,7 @@ def evaluate(
     names = check_names(attacks)
     check_norm(norm)
     eps = parse_eps(USUAL_EPS[norm], norm) if eps is None else eps
+    x, y = torch.as_tensor(x), torch.as_tensor(y)  # arrays will do, too
     check_input(x, y, eps, norm, examples)
     if precision not in DTYPES:
         raise UserError(f"the precision must be one of {', '.join(DTYPES)}, not '{precision}'")
@@ -95,7 +97,8 @@ def evaluate(
     device = device_of(model, x)
     if precision != "fp32":
         model = Autocast(model, precision)
-    with torch.inference_mode(False), evaluating(model), full_precision(), own_generator(seed):
+    with torch.inference_mode(False), evaluating(model), full_precision(), left_as_found(device):
+        torch.manual_seed(key(seed, "inside the model"))  # a randomised model draws from the global generators
         x, y = (tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in (x, y.long()))
         job = _Job(model, device, x, y, names, eps, norm, seed, batch_size, chunk_size, examples, audit)
         settings = {
@@ -150,15 +153,6 @@ def audited(broken_by: dict[str, list[str | None]]) -> tuple[int, int] | None:
         return None
     verdicts = [verdict for verdict in broken_by[AUDIT] if verdict != "before"]
     return len(verdicts) - verdicts.count(None), len(verdicts)
-
-
-@contextmanager
-def own_generator(seed: int) -> Iterator[None]:
-    """A randomised model draws from generators of its own inside; afterwards the global ones are as they were."""
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_gpu else []):
-        torch.manual_seed(key(seed, "inside the model"))
-        yield
 
 
 @dataclass(frozen=True)
@@ -238,15 +232,19 @@ class _Job:
 
             self.attacked.tick = self.untouched.tick = tick
             try:
-                first, points = self._continue(partial) or self._begin(progress)
-                for number in range(first, len(steps)):
-                    points = self._take(steps[number], partial, progress, points)
-                    if number + 1 == len(steps) or not steps[number + 1].part.continues:
-                        points = None
-                    partial.save(self._state(number + 1), points)
+                with users_code("the model failed under attack", RunFailed):
+                    first, points = self._continue(partial) or self._begin(progress)
+                    for number in range(first, len(steps)):
+                        points = self._take(steps[number], partial, progress, points)
+                        if number + 1 == len(steps) or not steps[number + 1].part.continues:
+                            points = None
+                        partial.save(self._state(number + 1), points)
             except Interrupted as error:
                 partial.flush()
                 raise Interrupted(f"{error}; nothing is lost", error.signal_number) from None
+            except RunFailed:
+                partial.flush()
+                raise
 
     def _take(self, step: Step, partial: Partial, progress: _Progress, before: Tensor | None) -> Tensor | None:
         """One step on the examples still standing; who falls is entered. Returns the points of those who do not."""
@@ -375,7 +373,7 @@ class _Progress:
         self.job, self.steps = job, steps
         self.bar = display.Bar("clean", 1.0)
         self.begun = time.perf_counter()
-        self.title, self.text = "clean", ""
+        self.title, self.text, self.done = "clean", "", 0.0
         self.ahead, self.passes_then = self._work(steps, 1.0) + len(job.y) / 2, 0.0
 
     def __enter__(self) -> _Progress:
@@ -413,7 +411,8 @@ class _Progress:
         passes = self._passes()
         left = max(self.ahead - (passes - self.passes_then), 0.0)
         eta = display.duration(left * (time.perf_counter() - self.begun) / passes)
-        self.bar.update(passes / (passes + left), f"{self.text}{eta} left", title=self.title)
+        self.done = max(self.done, passes / (passes + left))  # what is left is a guess: no bar goes back
+        self.bar.update(self.done, f"{self.text}{eta} left", title=self.title)
 
     def _work(self, steps: list[Step], survival: float) -> float:
         correct = (~self.job.clean_wrong).float()

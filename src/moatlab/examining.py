@@ -8,14 +8,15 @@ from typing import Any
 import click
 
 from moatlab import processes
+from moatlab.display import warn
 from moatlab.errors import RunFailed, UserError
 from moatlab.options import FILE, Grouped, data_dir_option, json_option, print_file, print_json, trust_option
 
 
 @click.command("eval", cls=Grouped, short_help="Accuracy under attack, of a run or of any model.")
 @click.argument("target", metavar="[RUN|FILE]", required=False, type=FILE)
-@click.option("--attacks", default="clean,fgsm,pgd50,cw50,mim50,aa", show_default=True, metavar="NAMES",
-              help="of: clean fgsm pgd7 pgd50 cw50 mim50 apgd-ce apgd-t fab-t square aa aa-fast")  # fmt: skip
+@click.option("--attacks", metavar="NAMES", help="of: clean fgsm pgd7 pgd50 cw50 mim50 apgd-ce apgd-t fab-t square aa "
+              "aa-fast  [default: clean,fgsm,pgd50,cw50,mim50,aa]")  # fmt: skip
 @click.option("--eps", help="The radius, such as 8/255  [default: the run's own; 8/255 for a bare model]")
 @click.option("--norm", type=click.Choice(["linf", "l2"]), help="  [default: the run's own; linf for a bare model]")
 @click.option("--n", "count", type=click.IntRange(min=1), help="The first N test images  [default: all]")
@@ -33,7 +34,7 @@ from moatlab.options import FILE, Grouped, data_dir_option, json_option, print_f
 @click.option("--audit", is_flag=True, help="Attack what stands once more, with another seed and more restarts.")
 @json_option
 def eval_command(
-    target: Path | None, attacks: str, eps: str | None, norm: Any, count: int | None, seed: int,
+    target: Path | None, attacks: str | None, eps: str | None, norm: Any, count: int | None, seed: int,
     batch_size: int | None, which: str, model: str | None, data: str | None, data_dir: Path | None, device: str,
     trust_model_code: bool, save_adversarial: bool, precision: str, audit: bool, as_json: bool,
 ) -> None:  # fmt: skip
@@ -47,9 +48,9 @@ def eval_command(
     Writes a card (eval.json in the run, FILE.eval.json beside a file). Stopped, it goes on where it was when it is
     started again.
     """
-    from moatlab.attacks.ensemble import check_names
+    from moatlab.attacks.ensemble import check_names, usual_attacks
 
-    names = check_names(attacks.split(","))
+    names = [] if attacks is None else check_names(attacks.split(","))
     from moatlab.card import evaluate_subject
     from moatlab.subject import load_subject
 
@@ -57,6 +58,10 @@ def eval_command(
         target, model=model, which=which, data=data, data_dir=data_dir, device=device,
         trust_model_code=trust_model_code,
     )  # fmt: skip
+    if attacks is None:
+        names = usual_attacks(len(subject.images.classes))
+        if "aa" not in names:
+            warn(f"AutoAttack needs four classes: of its parts, {', '.join(names[4:])} take its place")
     processes.connect()
     card = evaluate_subject(
         subject, attacks=["clean", *names], eps=eps, norm=norm, count=count, seed=seed, batch_size=batch_size,

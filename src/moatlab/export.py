@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import shutil
+import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +51,7 @@ def export(
     """Write the model of a run folder, as `kind` says, into `out` (RUN/export-KIND if not given); the files."""
     missing = [name for name in NEEDED.get(kind, ()) if find_spec(name) is None]
     if missing:
-        raise UserError(f'--format {kind} needs {", ".join(missing)}; install it with: pip install "moatlab[{kind}]"')
+        raise UserError(f'--format {kind} needs {", ".join(missing)}: pip install "moatlab[{kind}]"')
     if not (run / "run.json").exists():
         raise UserError(f"{run} is not the folder of a run")
     source = weights_file(run, which)
@@ -164,7 +166,9 @@ def _to_onnx(it: Exported, path: Path) -> Path:
     model = it.model.eval().requires_grad_(False)
     draft = path.with_name(f".{path.name}.tmp")
     try:
-        with users_code("the model can't be exported to ONNX", RunFailed), torch.no_grad():
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells of packages that it does without
+        with users_code("the model can't be exported to ONNX", RunFailed), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             torch.onnx.export(
                 model, (images,), str(draft), input_names=["images"], output_names=["logits"], verbose=False,
                 dynamo=True, dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), external_data=False,

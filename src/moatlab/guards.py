@@ -41,8 +41,8 @@ class Guard:
         bad = ~torch.isfinite(loss)
         if not scaler.is_enabled():  # where it is, it looks at the gradients itself
             bad |= ~all_finite(parameter.grad for parameter in self.trained if parameter.grad is not None)
-            optimizer.found_inf = (bad if self.skipping else bad | self.bad.any()).float()  # type: ignore[attr-defined]
-        scaler.step(optimizer)
+            optimizer.found_inf = (bad if self.skipping else bad | self.bad.any()).float()
+        scaler.step(optimizer)  # type: ignore[arg-type]  # all that it reads of one is there
         scaler.update()
         for buffer, before in zip(self.buffers, self.before, strict=True):
             buffer.copy_(torch.where(bad, before, buffer))

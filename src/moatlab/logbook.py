@@ -10,10 +10,12 @@ from torch import Tensor
 
 from moatlab import display, processes
 from moatlab.checkpoint import Progress
+from moatlab.files import append_line
 from moatlab.preparation import Session
 from moatlab.recipe import Recipe
 from moatlab.runfolder import RunFolder
 
+FEW_STEPS = 100  # of a whole run
 ROW = "{:>5} {:<11} {:>7} {:>6} {:>6} {:>6} {:>6} {:>6} {:>7} {:>8}"
 SCALARS = ("lr", "loss", "clean", "fgsm", "pgd7", "alignment", "passes", "train_seconds", "monitor_seconds")
 
@@ -34,8 +36,7 @@ class Logbook:
         `examples` are some images, and as many adversarial ones, for TensorBoard.
         """
         if processes.is_first():
-            self.folder.append_metrics(line)
-            self.progress.metrics_bytes = self.folder.metrics.stat().st_size
+            append_line(self.folder.metrics, line)
         self.progress.history.append(line)
         percent = [f"{100 * line[name]:.1f}" for name in ("clean", "fgsm", "pgd7")]
         numbers = [f"{line['lr']:.4f}", f"{line['loss']:.3f}", *percent, f"{line['alignment']:.2f}"]
@@ -66,7 +67,7 @@ class Logbook:
         line = {"event": name, "step": progress.step, "epochs": progress.epochs_logged, "message": message, **facts}
         display.warn(message)
         if processes.is_first():
-            self.folder.append_event(line)
+            append_line(self.folder.events, line)
         progress.events.append(line)
         if self.board:
             self._to_board(lambda: self.board.add_text("events", message, progress.epochs_logged))
@@ -90,6 +91,17 @@ def announce(session: Session) -> None:
     passes = method.cost(epochs).passes
     display.note(f"{recipe.method}{cycle}: {passes:g} passes over {len(session.batches.y):,} training images")
     display.note(recipe.setting)
+    if session.images.note:
+        display.note(f"{session.images.name}: {session.images.note}")
+    steps, size, images = session.steps_per_epoch, recipe.batch_size, len(session.batches.y)
+    if steps * epochs < FEW_STEPS:
+        display.warn(
+            f"{steps * epochs} steps in all, {steps} an epoch, are few: a smaller --batch-size than {size}, or more "
+            "--epochs, would train further"
+        )
+    elif steps * size < 0.9 * images:
+        display.warn(f"an epoch has {steps} batches of {size} and leaves {images - steps * size} images out")
+    display.note(f"after each epoch, on {len(session.watched_y):,} {recipe.watched}: accuracy in %, plain and attacked")
     if not method.ends_cycle(epochs - 1):
         last, better = method.stage_at(epochs - 1, epochs), method.epochs_to_end_of_cycle(epochs)
         display.warn(f"{epochs} epochs end at the stage {last}; --epochs {better} would end at the cycle's last stage")

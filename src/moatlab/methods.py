@@ -10,7 +10,6 @@ A method is data: nothing here needs torch, and the trainer knows no method by n
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moatlab.cost import Cost, whole_if_whole
-from moatlab.errors import UserError
+from moatlab.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,8 @@ def _parse_part(part: str) -> list[Stage]:
         return [Stage("mixup"), Stage("fast"), Stage("pgd", values)]
     if name not in STAGES:
         known = [*STAGES, "moat", "imoat"]
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-        raise UserError(f"there is no method or stage '{name}'; {hint}")
+        hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+        raise UserError(f"there is no method or stage '{name}'{hint}")
     argument = STAGES[name].argument
     if argument is None:
         if colon:

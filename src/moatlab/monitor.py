@@ -12,6 +12,7 @@ from moatlab import processes
 from moatlab.attacks import Probe, pgd
 from moatlab.attacks.first_order import uniform_in_ball
 from moatlab.attacks.geometry import Norm, project, steepest
+from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import evaluating
 from moatlab.data.batches import as_floats
 from moatlab.precision import full_precision
@@ -65,7 +66,7 @@ def measure(
             first = start + eps / 4 * steepest(gradient_at_start, norm)
             iterated = pgd(probe, images, labels, eps=eps, step_size=eps / 4, steps=6, norm=norm, start=first)
             for kind, examples in enumerate((images, stepped, iterated)):
-                right[kind] += (probe.logits(examples).argmax(1) == labels).sum()
+                right[kind] += (~is_wrong(probe.logits(examples), labels)).sum()
             if keep is not None and not keep:
                 keep += [images[:SHOWN].cpu(), iterated[:SHOWN].cpu()]
             tick(begin + len(labels))

@@ -15,6 +15,7 @@ from moatlab.claims import Runs
 from moatlab.errors import Damaged, UserError
 from moatlab.files import read_json, write_json
 from moatlab.paper import COLUMNS
+from moatlab.precision import left_as_found
 from moatlab.recipe import Recipe
 from moatlab.runfolder import RunFolder
 from moatlab.subject import Subject, load_subject
@@ -30,10 +31,8 @@ def evaluate_run(
     run = RunFolder(folder)
     record, metrics = run.read_record(), run.read_metrics()
     assert record.final is not None
-    threads = torch.get_num_threads()
-    torch.set_num_threads(recipe.threads)
-    try:
-        evaluations: dict[str, Any] = {"last": None, "best": None}
+    evaluations: dict[str, Any] = {"last": None, "best": None}
+    with left_as_found(torch.device("cpu"), recipe.threads):
         for which in ("last", "best") if run.best_model.exists() else ("last",):
             subject = load_subject(folder, model=recipe.model, which=which, data_dir=data_dir, device=recipe.device)
             last = evaluations["last"]
@@ -43,8 +42,6 @@ def evaluate_run(
             evaluation = _evaluate(subject, images, aa_images)
             epoch = recipe.epochs if which == "last" or not record.best else record.best["epoch"]
             evaluations[which] = {"model": subject.sha256, "epoch": epoch, **evaluation}
-    finally:
-        torch.set_num_threads(threads)
     outcome = {
         "method": recipe.method, "seed": recipe.seed, "recipe": recipe.model_dump(mode="json"),
         "recipe_sha256": recipe.sha256, "images": images, "aa_images": aa_images,

@@ -35,7 +35,11 @@ class Partial:
 
     def load(self) -> tuple[dict[str, Any], Tensor | None] | None:
         """The state that was saved last and its points, or None. One of another evaluation is refused."""
-        if self.folder is None or not (self.folder / "state.json").exists():
+        if self.folder is None:
+            return None
+        if not (self.folder / "state.json").exists():
+            for leftover in self.folder.glob("*.npz"):  # of an evaluation that was killed while it cleared up
+                leftover.unlink()
             return None
         content = read_json(self.folder / "state.json")
         before = content.pop("identity", {})

@@ -52,7 +52,7 @@ def draw_portrait(subject: Subject) -> dict[str, Any]:
         index = int(right.int().argmax())  # the first that is classified correctly, or the first of all
         surface = loss_surface(probe, images[index : index + 1], labels[index : index + 1], eps, subject)
     return {
-        "model": subject.sha256, "eps": subject.eps, "norm": subject.norm, "steps": STEPS, "curve": curve,
+        "weights": subject.weights, "eps": subject.eps, "norm": subject.norm, "steps": STEPS, "curve": curve,
         "examples": examples, "surface": {"image": index, "class": subject.images.classes[int(y[index])], **surface},
     }  # fmt: skip
 

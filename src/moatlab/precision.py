@@ -82,6 +82,18 @@ def precision_switches() -> list[tuple[Any, str, Any]]:
 
 
 @contextmanager
+def left_as_found(device: torch.device, threads: int | None = None) -> Iterator[None]:
+    """`threads` threads inside; afterwards their number and PyTorch's global random numbers are as they were."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def same_bits(*, strict: bool) -> Iterator[None]:
     """PyTorch's deterministic kernels inside. `strict`: an operation that has none is an error, not a warning.
 
@@ -93,7 +105,8 @@ def same_bits(*, strict: bool) -> Iterator[None]:
         settings.fill_uninitialized_memory,
         torch.backends.cudnn.benchmark,
     )
-    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    # Not use_deterministic_algorithms, which does this and imports the compiler.
+    torch.set_deterministic_debug_mode("error" if strict else "warn")
     settings.fill_uninitialized_memory = False  # all of ours is written before it is read
     torch.backends.cudnn.benchmark = False
     try:

@@ -14,6 +14,7 @@ from moatlab import processes
 from moatlab.attacks.probe import evaluating
 from moatlab.data import Images, load_images
 from moatlab.data.batches import Batches, as_floats
+from moatlab.display import warn
 from moatlab.errors import UserError
 from moatlab.methods import Method, parse_method
 from moatlab.models import BUILT_IN, build_model, users_code
@@ -21,6 +22,7 @@ from moatlab.models.weights import read_weights, set_weights
 from moatlab.precision import Autocast, choose_precision
 from moatlab.randomness import generator, key
 from moatlab.recipe import Recipe, is_device
+from moatlab.sgd import Sgd
 from moatlab.stages import Context
 
 TRAIN_SAMPLE = 1000  # training images watched where none are held out
@@ -42,7 +44,7 @@ class Session:
     precision: str
     trained_model: nn.Module  # the same, in the precision that it is trained in
     forward: nn.Module  # and that again, with gradients averaged over all processes; the trained loss goes through it
-    optimizer: torch.optim.SGD
+    optimizer: Sgd
     scaler: torch.amp.GradScaler  # keeps gradients in the range of fp16; does nothing otherwise
     description: dict[str, Any]  # goes into the model's file: enough to rebuild the model and to know its threat model
 
@@ -86,18 +88,7 @@ def prepare(
     precision = choose_precision(recipe.precision, device)
     trained_model = model if precision == "fp32" else Autocast(model, precision)
     check_model(trained_model, recipe, as_floats(watched_x[:1]).expand(2, -1, -1, -1), classes)
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=recipe.lr,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-        fused=True,
-    )
-    for parameter in model.parameters() if recipe.momentum else []:
-        # PyTorch leaves a new buffer unwritten where fp16 overflows in the first step. From zero, the first step is the
-        # same: momentum x 0 + gradient.
-        if parameter.requires_grad:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    optimizer = Sgd(model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     description = {
         "model": recipe.model, "arguments": arguments, "classes": classes, "class_names": list(images.classes),
@@ -202,11 +193,13 @@ def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int) 
         raise UserError(f"--model {recipe.model} has no parameters to train")
     images_of = f"images of shape {tuple(images.shape[1:])}"
     with users_code(f"--model {recipe.model} can't take {images_of}"), torch.no_grad(), evaluating(model):
-        output = model(images.expand(2, *images.shape[1:]))
+        output = model(images)
     size = recipe.batch_size // processes.count()
     in_batches = f"{images_of} in batches of {size}"
     with users_code(f"--model {recipe.model} can't train on {in_batches}"), torch.no_grad():
         copy.deepcopy(model)(images[:size])  # a copy, because BatchNorm would learn from it
+    if isinstance(output, Tensor) and (output >= 0).all() and ((output.sum(-1) - 1).abs() < 1e-3).all():
+        warn(f"--model {recipe.model} seems to return probabilities; it should return logits, without a softmax")
     shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if shape != (2, classes):
         raise UserError(f"--model {recipe.model} returns {shape} for two images; {classes} classes need {(2, classes)}")

@@ -28,7 +28,7 @@ class Recipe(BaseModel):
     later: ClassVar[dict[str, Any]] = {"norm": "linf"}
 
     method: str = Field(description="what to train with, for example moat:2")
-    data: str = Field(description="mini, cifar10, cifar100, or a folder with train/CLASS/*.png and test/CLASS/*.png")
+    data: str = Field(description="mini, cifar10, cifar100, or a folder of images in folders of classes")
     model: str = Field(
         description="preact_resnet18, preact_resnet34, preact_resnet50, resnet18, wide_resnet28_10, wide_resnet34_10, "
         "or package.module:factory for your own"
@@ -128,8 +128,9 @@ class Recipe(BaseModel):
     @property
     def setting(self) -> str:
         """The conditions of a result in one line; BatchNorm's mode is among them because the outcome can hang on it."""
+        width = "" if self.names_code else f" width {self.width}"
         return (
-            f"{self.data}, {self.model} width {self.width}, eps {self.eps} ({NORM_NAMES[self.norm]}), "
+            f"{self.data}, {self.model}{width}, eps {self.eps} ({NORM_NAMES[self.norm]}), "
             f"{self.epochs} epochs, "
             f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
             f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
@@ -228,7 +229,7 @@ def make_recipe(
     if method is not None:
         layers["method"] = method
     if "method" not in layers:
-        raise UserError("name a method, for example: moat train moat:2")
+        raise UserError("name a method, for example moat:2")
     preset = preset or default_preset(layers.get("data"))
     if preset not in PRESETS:
         raise UserError(f"there is no preset '{preset}'; known are {', '.join(PRESETS)}")

@@ -13,6 +13,7 @@ from moatlab.attacks.first_order import fgsm, strong_pgd
 from moatlab.attacks.geometry import Norm, distance
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe
+from moatlab.intervals import wilson
 
 SAMPLE = 200  # images that are looked at
 STEPS = 20
@@ -36,6 +37,8 @@ MEANING = {
     "fails to find what is there.",
     "not-zero-at-half": "some images stand at a radius of 0.5 per pixel, where every image can be made plain grey: the "
     "attack fails to find what is there.",
+    "no-better-than-guessing": "plain accuracy may be that of always giving the most frequent class: the robustness of "
+    "a model that has learnt nothing means nothing; train it longer, or look at more images.",
     "catastrophic-overfitting": "FGSM accuracy is far above accuracy under a stronger attack: the model holds against "
     "the single step only.",
     "audit-broke-more": "with another seed and more restarts, over 1 % of the images that stood were broken: the "
@@ -65,6 +68,7 @@ def measure(probe: Probe, x: Tensor, y: Tensor, *, eps: float, norm: Norm, draws
     single = fgsm(probe, x, y, eps=eps, norm=norm)
     return {
         "sample": len(x),
+        "guessing": y.bincount().max().item() / len(y),
         "clean": right.float().mean().item(),
         "zero_gradients": zero.sum().item() / max(right.sum().item(), 1),
         "fgsm": (~is_wrong(probe.logits(single), y)).float().mean().item(),
@@ -91,15 +95,18 @@ def judge(
     strong = [(accuracy[name], name) for name in STRONG if name in accuracy and "fgsm" in accuracy]
     strongest, strong_name = min(strong or [(ladder[1], "pgd20")])
 
+    right = broken_by["clean"].count(None)
+    if wilson(right, count)[0] <= measured["guessing"]:
+        guessed = f"guessing {100 * measured['guessing']:.1f} %"
+        raised.append(("no-better-than-guessing", f"{_of('clean', right / count)}, {guessed}"))
     broken, left = _only_square(broken_by)
     if broken > 0.002 * count:
         raised.append(("square-beats-gradients", f"{broken} of {left} images that were left"))
-    weak = [
-        (attack, accuracy[attack]) for attack in ("pgd7", "pgd50") if accuracy.get(attack, 0) > single + 0.01 + 2 * one
-    ]
-    weak = weak or ([("pgd20", ladder[1])] if ladder[1] > measured["fgsm"] + 0.01 + 2 / sample else [])
-    if weak:
-        raised.append(("pgd-weaker-than-fgsm", f"{_of(*weak[0])}, {_of('fgsm', single)}"))
+    pairs = [(name, accuracy[name], single, one) for name in ("pgd7", "pgd50") if {name, "fgsm"} <= accuracy.keys()]
+    for name, several, once, image in [*pairs, ("pgd20", ladder[1], measured["fgsm"], 1 / sample)]:
+        if several > once + 0.01 + 2 * image:
+            raised.append(("pgd-weaker-than-fgsm", f"{_of(name, several)}, {_of('fgsm', once)}"))
+            break
     if single > clean + one:
         raised.append(("fgsm-above-clean", f"{_of('fgsm', single)}, {_of('clean', clean)}{sampled}"))
     if measured["zero_gradients"] > 0.05:

@@ -240,33 +240,27 @@ def _announce(
 def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> tuple[float, bool]:
     """The time of one pass over the training set, by the fastest of a few steps of fgsm (two passes each), and whether
     there is a GPU. `whole`: data that is not the official set is refused."""
-    import torch
-
     from moatlab.methods import Stage
-    from moatlab.preparation import context_of, prepare
+    from moatlab.precision import left_as_found
+    from moatlab.preparation import choose_device, context_of, prepare
     from moatlab.stages import stage_loss
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(recipe.threads)
-    try:
-        with torch.random.fork_rng():
-            session = prepare(recipe, data_dir, continuing=False)
-            if whole and session.images.note:
-                raise UserError(
-                    f"{recipe.data} here is not the whole set ({session.images.note}), and the paper's numbers are of "
-                    f"the whole; name a folder that holds it with --data-dir, get it by moat data get {recipe.data}, "
-                    "or use --preset small"
-                )
-            taken = []
-            for step in range(STEPS + 1):
-                begun = time.perf_counter()
-                loss = stage_loss(Stage("fgsm"), context_of(session, step), *session.batches.at(step))
-                loss.backward()  # type: ignore[no-untyped-call]
-                session.optimizer.step()
-                loss.item()  # waits for the device
-                taken.append(time.perf_counter() - begun)
-    finally:
-        torch.set_num_threads(threads)
+    with left_as_found(choose_device(recipe.device), recipe.threads):
+        session = prepare(recipe, data_dir, continuing=False)
+        if whole and session.images.note:
+            raise UserError(
+                f"{recipe.data} here is not the whole set ({session.images.note}), and the paper's numbers are of "
+                f"the whole; name a folder that holds it with --data-dir, get it by moat data get {recipe.data}, "
+                "or use --preset small"
+            )
+        taken = []
+        for step in range(STEPS + 1):
+            begun = time.perf_counter()
+            loss = stage_loss(Stage("fgsm"), context_of(session, step), *session.batches.at(step))
+            loss.backward()  # type: ignore[no-untyped-call]
+            session.optimizer.step()
+            loss.item()  # waits for the device
+            taken.append(time.perf_counter() - begun)
     return min(taken[1:]) / 2 * session.steps_per_epoch, session.device.type != "cpu"
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.errors import Damaged, UserError
-from moatlab.files import append_line, atomic, locked, read_json, read_whole, remove_leftovers, write_json
+from moatlab.files import atomic, locked, read_json, read_whole, remove_leftovers, write_json
 from moatlab.recipe import Recipe, load_recipe, option_name
 
 
@@ -136,12 +136,6 @@ class RunFolder:
             raise UserError(f"{path} is damaged: a line of it lacks one of {', '.join(sorted(needed))}")
         return lines
 
-    def append_metrics(self, line: dict[str, Any]) -> None:
-        append_line(self.metrics, line)
-
-    def append_event(self, line: dict[str, Any]) -> None:
-        append_line(self.events, line)
-
     def finished_record(self, recipe: Recipe) -> RunRecord | None:
         """The record, if it says that the run of this recipe is done, and its metrics are as they were."""
         try:
@@ -166,6 +160,11 @@ class RunFolder:
         holds_a_run = bool(self.checkpoints) or self.record.exists()
         if holds_a_run and not resume:
             raise UserError(f"--out {self.path} holds a run already; continue it with --resume, or name another folder")
+        if not holds_a_run and self.path.exists():
+            files = {path.name for path in (self.recipe, self.metrics, self.events)}  # of a start that was killed
+            strangers = [path.name for path in self.path.iterdir() if path.name[0] != "." and path.name not in files]
+            if strangers:
+                raise UserError(f"--out {self.path} holds other files ({min(strangers)}); name a folder for the run")
         if holds_a_run:
             before = load_recipe(self.recipe)
             for name in Recipe.model_fields:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from moatlab.attacks.geometry import USUAL_EPS, Norm
-from moatlab.data import Images, load_images
+from moatlab.data import KNOWN_SIZES, Images, load_images
 from moatlab.display import warn
 from moatlab.errors import UserError, needs_trust
 from moatlab.models import BUILT_IN, build_model
-from moatlab.models.weights import read_weights, set_weights
+from moatlab.models.weights import hash_of, read_weights, set_weights
 from moatlab.preparation import choose_device
 from moatlab.recipe import load_recipe, slug
 from moatlab.suitability import check_norm
@@ -32,6 +30,7 @@ class Subject:
     eps: str  # the radius and norm it was trained for; of a bare model the usual ones
     norm: Norm
     arguments: dict[str, Any]  # of a built-in model
+    weights: str | None = None  # the checksum in the model's file
 
     @property
     def sha256(self) -> str:
@@ -40,11 +39,7 @@ class Subject:
 
 def model_sha256(model: nn.Module, arguments: dict[str, Any]) -> str:
     """Names the exact weights, buffers that are in no file (a normalisation), and the variant of the model."""
-    digest = hashlib.sha256(repr(arguments).encode())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return hash_of(repr(arguments), [*model.named_parameters(), *model.named_buffers()])
 
 
 def load_subject(
@@ -66,7 +61,7 @@ def load_subject(
     if not isinstance(model_name, str):
         raise UserError(f"{target} does not say which model it holds; name it with --model")
     if model is None and model_name not in BUILT_IN and not trust_model_code:
-        raise needs_trust(model_name, target)
+        raise needs_trust(model_name, target, ", or name it yourself with --model")
     if target is None and model_name in BUILT_IN:
         raise UserError(f"--model {model_name} alone has no trained weights; name a run folder or a weights file too")
     own_data = description.get("data")
@@ -74,6 +69,8 @@ def load_subject(
         own_data = load_recipe(target / "recipe.toml").data  # of a folder of images the weights know the name only
     if data is None and not isinstance(own_data, str):
         raise UserError(f"{target or model_name} does not say which images it is for; name them with --data")
+    if data is None and str(own_data) not in KNOWN_SIZES and not Path(str(own_data)).exists():
+        raise UserError(f"{target} was trained on {own_data}, which is not here; say where its images are with --data")
     images = read_images(data or str(own_data), data_dir)
     if data in (None, own_data) and description.get("data_sha256") not in (None, images.sha256):
         warn(f"{images.name} here is not the {images.name} that this model was trained on")
@@ -98,7 +95,7 @@ def load_subject(
         card, name = target.with_name(f"{target.name}.eval.json"), str(target)
     eps, norm = str(description.get("eps", USUAL_EPS["linf"])), description.get("norm", "linf")
     check_norm(norm)
-    return Subject(network, name, source, card, images, eps, norm, arguments)
+    return Subject(network, name, source, card, images, eps, norm, arguments, description.get("sha256"))
 
 
 def card_path(run: Path, which: str) -> Path:
@@ -111,7 +108,7 @@ def weights_file(target: Path, which: str) -> Path:
     path = target / {"last": "model.safetensors", "best": "model_best.safetensors"}[which]
     if not path.exists():
         inside = sorted(path.parent.glob("*/model.safetensors"))
-        hint = f"; did you mean {inside[0].parent}?" if inside else ""
+        hint = f"; did you mean {inside[0].parent}?" if inside else "; name the folder of a run, such as runs/NAME"
         raise UserError(f"{target} holds no {path.name}{hint}")
     return path
 

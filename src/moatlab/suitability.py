@@ -29,6 +29,13 @@ def check_input(x: Tensor, y: Tensor, eps: float, norm: str, examples: Tensor | 
         raise UserError(
             f"x has shape {tuple(x.shape)} and type {x.dtype}; it must be (N, C, H, W) floats or (N, H, W, C) bytes"
         )
+    channels, others = (1, 3) if x.is_floating_point() else (3, 1)
+    if x.shape[channels] > 4 >= x.shape[others]:
+        order = "(0, 3, 1, 2)" if x.is_floating_point() else "(0, 2, 3, 1)"
+        raise UserError(
+            f"x has shape {tuple(x.shape)}, with channels in the wrong place; floats are (N, C, H, W) and bytes "
+            f"(N, H, W, C): x.permute{order}"
+        )
     if len(x) != len(y) or not len(y):
         raise UserError(f"there are {len(x)} images and {len(y)} labels; there must be as many, and at least one")
     if y.dim() != 1 or y.is_floating_point():

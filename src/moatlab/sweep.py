@@ -28,10 +28,10 @@ def compare(
     for name, recipe in folders.items():
         RunFolder(out / name).check(recipe, resume=resume)
     jobs = [(recipe, (out / name).absolute(), data_dir, resume) for name, recipe in folders.items()]
-    for _, record in each(_train, jobs, on, threads=recipes[0].threads, gpus=recipes[0].device != "cpu"):
+    for number, record in each(_train, jobs, on, threads=recipes[0].threads, gpus=recipes[0].device != "cpu"):
         if isinstance(record, Exception):
             raise record
-        display.note("")
+        display.note(f"run {number + 1} of {len(jobs)} is done\n")
     rows, histories, events = [], {}, {}
     for name in folders:
         record = RunFolder(out / name).read_record()

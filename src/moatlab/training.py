@@ -26,8 +26,8 @@ from moatlab.models import users_code
 from moatlab.models.weights import read_weights, set_weights
 from moatlab.monitor import PASSES as MONITOR_PASSES
 from moatlab.monitor import collapsed_at, judge, measure
-from moatlab.precision import full_precision, same_bits
-from moatlab.preparation import Session, context_of, prepare
+from moatlab.precision import full_precision, left_as_found, same_bits
+from moatlab.preparation import Session, choose_device, context_of, prepare
 from moatlab.randomness import key
 from moatlab.recipe import Recipe, option_name
 from moatlab.runfolder import RunFolder, RunRecord
@@ -70,9 +70,7 @@ def train(
     if recipe.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
     with ExitStack() as inside:
-        inside.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(recipe.threads)
-        inside.enter_context(torch.random.fork_rng())
+        inside.enter_context(left_as_found(choose_device(recipe.device), recipe.threads))
         session = prepare(
             recipe, data_dir, continuing=bool(folder.checkpoints), stream=stream, images=images, model=model
         )
@@ -177,11 +175,10 @@ class Run:
         # A model or a stage of theirs may fail, memory may lack, or another process be gone.
         with users_code(f"{self.where(step)} failed", RunFailed), processes.together():
             loss = stage_loss(stage, context, x, y)
-            session.optimizer.zero_grad(set_to_none=True)
+            session.optimizer.zero_grad()
             # Trained are the parameters, and no input that a stage left in the graph.
             session.scaler.scale(loss).backward(inputs=self.guard.trained)  # type: ignore[no-untyped-call]
-        for group in session.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
+        session.optimizer.lr = self.learning_rate(step)
         self.loss_sum += self.guard.update(step, processes.mean(loss.detach()))
         processes.copy_from_first(session.model.buffers())  # running statistics, which each has of its own part
         counted = self.meter.take()
@@ -315,9 +312,9 @@ class Run:
         """The weights of the last good epoch, with the momentum at rest."""
         assert self.good is not None  # an alarm needs a check that was better
         self.session.model.load_state_dict(self.good)
-        for state in self.session.optimizer.state.values():
-            if state.get("momentum_buffer") is not None:
-                state["momentum_buffer"].zero_()
+        torch.clear_autocast_cache()
+        for velocity in self.session.optimizer.velocity.values():
+            velocity.zero_()
 
     def evaluate(self) -> None:
         """The one look at the test images."""

@@ -152,6 +152,11 @@ def unknown_attack(name: str) -> str:
     return f"there is no attack '{name}'{did_you_mean(name, NAMES)}; there are {', '.join(NAMES)}"
 
 
+def usual_attacks(classes: int) -> list[str]:
+    """Those of the paper's tables; with fewer than four classes, what works of AutoAttack takes its place."""
+    return ["fgsm", "pgd50", "cw50", "mim50", *(["aa"] if classes >= 4 else ["apgd-ce", "fab-t", "square"])]
+
+
 def too_few_classes(name: str, classes: int) -> str:
     others = ", ".join(other for other in NAMES if other not in FOUR_CLASSES)
     return f"{name} needs at least 4 classes and this model has {classes}; these attacks work: {others}"

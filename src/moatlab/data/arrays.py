@@ -42,24 +42,27 @@ def as_images(
     name: str = "arrays",
 ) -> Images:
     """Images and labels, as tensors or arrays. Bytes are (N, H, W) or (N, H, W, C); floats are (N, C, H, W) in [0, 1],
-    and are stored as the bytes that they were. Without `test`, a tenth is set apart by a fixed draw."""
+    and are stored as the bytes that they were. Without `test`, a tenth is set apart by a fixed draw. Those for training
+    come in a fixed shuffled order, because the last ones will be held out."""
     train_x, train_y = _pixels(train[0], "training"), _labels(train[1], "training")
     _check_counts(train_x, train_y, "training")
-    note = None
+    note, count = None, 0
+    order = torch.randperm(len(train_y), generator=generator(0, "test images set apart"))
     if test is None:
-        order = torch.randperm(len(train_y), generator=generator(0, "test images set apart"))
         count = max(len(train_y) // 10, 1)
         test_x, test_y = train_x[order[:count]], train_y[order[:count]]
-        train_x, train_y = train_x[order[count:]], train_y[order[count:]]
         note = f"{count:,} of the images given were set apart for testing"
     else:
         test_x, test_y = _pixels(test[0], "test"), _labels(test[1], "test")
         _check_counts(test_x, test_y, "test")
+    train_x, train_y = train_x[order[count:]], train_y[order[count:]]
     if not len(train_y):
         raise UserError("one image is too few to train and to test on")
     if train_x.shape[1:] != test_x.shape[1:]:
         raise UserError(f"training images are {tuple(train_x.shape[1:])}, test images {tuple(test_x.shape[1:])}")
     highest = int(max(train_y.max(), test_y.max()))
+    if not classes and int(min(train_y.min(), test_y.min())) > 0:
+        raise UserError(f"labels reach from {int(min(train_y.min(), test_y.min()))} to {highest}; they must begin at 0")
     classes = tuple(classes) if classes else tuple(str(number) for number in range(highest + 1))
     if len(classes) < 2 or highest >= len(classes) or int(min(train_y.min(), test_y.min())) < 0:
         raise UserError(f"labels must be whole numbers from 0 to {len(classes) - 1}, of at least two classes")

@@ -1,4 +1,4 @@
-"""A user's own images of one size: `train/CLASS/*.png`, `test/CLASS/*.png` (or jpg, jpeg, bmp, webp).
+"""A user's own images of one size, png, jpg, jpeg, bmp or webp: `train/CLASS/IMAGE`, `test/CLASS/IMAGE`, or all in one.
 
 They are read into memory. Training images that would fill too much of it stay on the disk, and are decoded batch by
 batch: the same images, in the same order, with the same checksum.
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from moatlab import processes
 from moatlab.data import Images
-from moatlab.data.cifar import Labels, Pixels
-from moatlab.display import Bar
+from moatlab.data.cifar import Pixels
+from moatlab.display import Bar, warn
 from moatlab.errors import UserError
 from moatlab.randomness import generator
 
@@ -73,29 +73,40 @@ class OnDisk:
 
 
 def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
-    """The folder as a data set, with channel statistics of its own training images.
+    """The folder as a data set, with channel statistics of its own training images: FOLDER/train/CLASS/IMAGE and
+    FOLDER/test/CLASS/IMAGE, or FOLDER/CLASS/IMAGE, of which a tenth is set apart for testing by a fixed draw.
 
-    Training images come in a fixed shuffled order: the last ones will be held out, and on disk they are sorted by
-    class. With `stream` they stay on the disk; if that is not said, where they would fill a quarter of the memory.
+    Images come in a fixed shuffled order, because on disk they are sorted by class: the last ones for training will be
+    held out, and the first ones for testing are what `--n` takes. With `stream` those for training stay on the disk; if
+    that is not said, where they would fill a quarter of the memory.
     """
-    classes = _class_folders(folder / "train")
+    split = (folder / "train").is_dir() or (folder / "test").is_dir()
+    top = folder / "train" if split else folder
+    classes = _class_folders(top)
     if len(classes) < 2:
-        raise UserError(f"{folder / 'train'} has one class only ({classes[0]}); a classifier needs at least two")
-    strangers = [name for name in _class_folders(folder / "test") if name not in classes]
-    if strangers:
-        raise UserError(f"{folder / 'test'} has a class {strangers[0]!r} that {folder / 'train'} does not have")
-    train_paths, train_labels = _list_images(folder / "train", classes)
-    test_paths, test_labels = _list_images(folder / "test", classes)
-    mode = _common_mode(train_paths + test_paths)
-    order = torch.randperm(len(train_paths), generator=generator(0, "folder order"))
-    train = OnDisk([train_paths[number] for number in order.tolist()], mode, train_paths[0])
-    train_y, test_y = torch.from_numpy(train_labels)[order], torch.from_numpy(test_labels)
+        raise UserError(f"{top} has one class only ({classes[0]}); a classifier needs at least two")
+    listed = _shuffled(_list_images(top, classes), "folder order")
+    note = None
+    if split:
+        if strangers := [name for name in _class_folders(folder / "test") if name not in classes]:
+            raise UserError(f"{folder / 'test'} has a class {strangers[0]!r} that {top} does not have")
+        tested = _shuffled(_list_images(folder / "test", classes), "folder test order")
+    else:
+        tested, listed = listed[: max(len(listed) // 10, 1)], listed[max(len(listed) // 10, 1) :]
+        note = f"{len(tested):,} of its images are set apart for testing"
+    for part, images in (("training", listed), ("test", tested)):
+        if missing := [name for label, name in enumerate(classes) if label not in {own for _, own in images}]:
+            warn(f"{folder}: no {part} image is of the class {missing[0]!r}")
+    first = min(path for path, _ in listed)
+    mode = _common_mode([path for path, _ in sorted(listed) + sorted(tested)])
+    train = OnDisk([path for path, _ in listed], mode, first)
+    train_y, test_y = (torch.tensor([label for _, label in images]) for images in (listed, tested))
     if stream is None:
         stream = math.prod(train.shape) * processes.on_this_machine() > _memory() / 4  # each process holds them all
     train_x: Tensor | OnDisk = train
     counts = np.zeros((len(mode), 256), np.int64)
     digest = hashlib.sha256()
-    with Bar("read images", len(train_paths)) as bar:
+    with Bar("read images", len(train)) as bar:
         if not stream:
             train_x = torch.empty(train.shape, dtype=torch.uint8)
         digest.update(f"uint8 {train.shape}\n".encode())  # as `checksum` does it
@@ -106,7 +117,7 @@ def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
             if isinstance(train_x, Tensor):
                 train_x[done : done + len(piece)] = piece
             done += len(piece)
-    test_x = OnDisk(test_paths, mode, train_paths[0]).in_memory()
+    test_x = OnDisk([path for path, _ in tested], mode, first).in_memory()
     for tensor in (train_y, test_x, test_y):
         digest.update(f"{tensor.numpy().dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.numpy().data)
@@ -121,32 +132,36 @@ def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
         mean=mean,
         std=std,
         source=f"folder {folder.resolve().name}",
-        note=None,
+        note=note,
         sha256=digest.hexdigest(),
     )
 
 
 def _class_folders(folder: Path) -> list[str]:
     if not folder.is_dir():
-        raise UserError(f"{folder} does not exist; a folder of images needs train/CLASS/*.png and test/CLASS/*.png")
+        raise UserError(f"{folder} does not exist; a folder of images needs train/CLASS/IMAGE and test/CLASS/IMAGE")
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if not names:
         raise UserError(f"{folder} is empty; give it one folder of images for each class")
     return names
 
 
-def _list_images(folder: Path, classes: list[str]) -> tuple[list[Path], Labels]:
-    paths: list[Path] = []
-    labels: list[int] = []
+def _shuffled(images: list[tuple[Path, int]], purpose: str) -> list[tuple[Path, int]]:
+    order = torch.randperm(len(images), generator=generator(0, purpose))
+    return [images[number] for number in order.tolist()]
+
+
+def _list_images(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
+    """Paths and labels."""
+    found: list[tuple[Path, int]] = []
     for label, name in enumerate(classes):
         if (folder / name).is_dir():  # the test set need not show every class
             inside = sorted((folder / name).iterdir())
             images = [path for path in inside if path.suffix.lower() in SUFFIXES and path.name[0] != "."]
             if not images:
                 raise UserError(f"{folder / name} has no images ({', '.join(sorted(SUFFIXES))}); add some or remove it")
-            paths += images
-            labels += [label] * len(images)
-    return paths, np.array(labels, np.int64)
+            found += [(path, label) for path in images]
+    return found
 
 
 def _common_mode(paths: list[Path]) -> str:

@@ -56,15 +56,23 @@ def _build_by_factory(name: str, classes: int) -> nn.Module:
         )
     if module_name.partition(".")[0] in sys.stdlib_module_names:  # a model's file may name the factory, too
         raise UserError(f"--model {name}: {module_name} is a part of Python, not a module that makes models")
+    if module_name.endswith(".py") or "/" in module_name:
+        wanted = f"{Path(module_name).stem}:{factory_name}"
+        raise UserError(f"--model {name}: name the module, not its file: {wanted}, with its folder on PYTHONPATH")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)  # only now: until a module of the user's is wanted, none in the current folder is
-    with users_code(f"--model {name}: the module can't be imported"):
+    with users_code(f"--model {name}: the module can't be imported from the current folder or PYTHONPATH"):
         module = importlib.import_module(module_name)
     factory = getattr(module, factory_name, None)
     if factory is None:
-        raise UserError(f"--model {name}: {module_name} has no '{factory_name}'")
-    if not callable(factory):
-        raise UserError(f"--model {name}: this is a {type(factory).__name__}, not a function that makes a model")
+        there = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+        raise UserError(
+            f"--model {name}: {module_name} has no '{factory_name}'; it has {', '.join(there) or 'nothing'}"
+        )
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise UserError(
+            f"--model {name}: this is a {type(factory).__name__}, not a function or class that makes a model"
+        )
     parameters = inspect.signature(factory).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     by_name = any(p.name == "num_classes" for p in parameters)

@@ -7,6 +7,7 @@ import json
 import pickle
 import struct
 import zipfile
+from collections.abc import Iterable
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -72,10 +73,15 @@ def check_origin(path: Path, digest: str | None) -> None:
 def fingerprint(tensors: dict[str, torch.Tensor], description: dict[str, Any]) -> str:
     """Names the exact content of a model's file: a flipped bit of a weight, or of the radius it is for, changes it."""
     described = {name: value for name, value in description.items() if name != "sha256"}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
+    return hash_of(json.dumps(described, sort_keys=True), sorted(tensors.items()))
+
+
+def hash_of(text: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Of a text, and of the names, types, shapes and bytes of tensors."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -14,12 +14,12 @@ from typing_extensions import TypedDict
 from moatlab.data import Images, load_images
 from moatlab.errors import NotWritten, UserError
 from moatlab.files import read_json, remove_leftovers, write_json
-from moatlab.models import load, users_code
+from moatlab.models import users_code
 from moatlab.models.weights import read_weights
 from moatlab.portrait import draw_portrait
 from moatlab.recipe import Recipe, load_recipe, parse_eps
 from moatlab.runfolder import RunFolder, RunRecord
-from moatlab.subject import load_subject, model_sha256
+from moatlab.subject import load_subject
 
 ReadImages = Callable[[str, Path | None], Images]
 T = TypeVar("T")
@@ -98,13 +98,13 @@ def _view(folder: Path, images: ReadImages, data_dir: Path | None, trust_model_c
     view.record = _read(view, lambda: _read_record(run))
     view.metrics = _read(view, lambda: _read_metrics(run, view.record)) or []
     view.events = _read(view, run.read_events) or []
-    model = _read(view, lambda: _checksum(folder, trust_model_code))
+    weights, data = _read(view, lambda: _checksums(folder)) or (None, None)
     for path in (folder / "eval.json", folder / "eval_aa.json"):
-        if path.exists() and (card := _read(view, partial(_read_card, path, model, view.recipe))):
+        if path.exists() and (card := _read(view, partial(_read_card, path, weights, data, view.recipe))):
             view.cards.append(card)
-    if model and view.record and view.record.status == "finished":  # or it is still changing
+    if weights and view.record and view.record.status == "finished":  # or it is still changing
         path = folder / "portrait.json"
-        view.portrait = _known_portrait(path, model)
+        view.portrait = _known_portrait(path, weights)
         if view.portrait is None:
             view.portrait = _read(view, lambda: _draw(view, path, images, data_dir, trust_model_code))
     return view
@@ -133,21 +133,24 @@ def _read_metrics(run: RunFolder, record: RunRecord | None) -> list[dict[str, An
     return metrics
 
 
-def _checksum(folder: Path, trust_model_code: bool) -> str:
-    """Of the model, as cards and portraits name it."""
-    model = load(folder, trust_model_code=trust_model_code)
-    return model_sha256(model, read_weights(folder)[1]["arguments"])
+def _checksums(folder: Path) -> tuple[str, str]:
+    """Of the model's file and of its data, as cards and portraits name them. No code is run for it."""
+    description = read_weights(folder)[1]
+    return description["sha256"], description["data_sha256"]
 
 
-def _read_card(path: Path, model: str | None, recipe: Recipe | None) -> dict[str, Any]:
-    """A card whose numbers may stand beside those of other runs: of this very model, under the run's own threat."""
+def _read_card(path: Path, weights: str | None, data: str | None, recipe: Recipe | None) -> dict[str, Any]:
+    """A card whose numbers may stand beside those of other runs: of this very model, on its own test images, under the
+    run's own threat."""
     card = read_json(path)
     if not fits(card, Card):
         raise UserError(f"{path} is not a card that moat eval wrote")
-    if model is None:
+    if weights is None:
         raise UserError(f"{path} is left out: whether it is of this run's model can't be told")
-    if card["subject"]["sha256"] != model:
+    if card["subject"]["weights"] != weights:
         raise UserError(f"{path} is of another model than this run's; evaluate it again")
+    if card["data"]["sha256"] != data:
+        raise UserError(f"{path} is left out: it is on other images than the run's own")
     asked = card["settings"]
     if recipe and (asked["norm"], parse_eps(asked["eps"], asked["norm"])) != (recipe.norm, recipe.eps_value):
         at = f"{asked['norm']} eps {asked['eps']}"
@@ -157,12 +160,12 @@ def _read_card(path: Path, model: str | None, recipe: Recipe | None) -> dict[str
     return card
 
 
-def _known_portrait(path: Path, model: str) -> dict[str, Any] | None:
+def _known_portrait(path: Path, weights: str) -> dict[str, Any] | None:
     try:
         portrait = read_json(path)
     except UserError:
         return None
-    return portrait if fits(portrait, Portrait) and portrait["model"] == model else None
+    return portrait if fits(portrait, Portrait) and portrait["weights"] == weights else None
 
 
 def _draw(
@@ -200,10 +203,11 @@ class Flag(TypedDict):
 
 class Counted(TypedDict):
     images: int
+    sha256: str
 
 
 class Named(TypedDict):
-    sha256: str
+    weights: str
 
 
 class Card(TypedDict):
@@ -229,7 +233,7 @@ Surface = TypedDict("Surface", {"image": int, "class": str, "loss": list[list[fl
 
 
 class Portrait(Threat):
-    model: str
+    weights: str
     steps: int
     curve: Curve
     examples: Annotated[list[Example], Field(min_length=1)]

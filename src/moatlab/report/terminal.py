@@ -23,6 +23,10 @@ def print_comparison(result: dict[str, Any]) -> None:
         table.add_row(row["method"], *percent, f"{row['passes']:g}", f"{row['train_seconds']:.0f}", collapse)
     console = Console(highlight=False)
     console.print(table)
+    for row in result["rows"]:
+        if row["collapsed_at"] and not row["kept_epoch"]:
+            sentence = f"{row['method']} looks robust to the single step it was trained on, and to nothing else"
+            console.print(f"{sentence}: {100 * row['pgd7']:.1f} % withstand seven small steps.", markup=False)
     console.print(f"setting: {result['setting']}", markup=False)
     console.print(f"plot: {result['plot']}\nreport: {result['report']}", markup=False, soft_wrap=True)
 
@@ -56,6 +60,10 @@ def print_card(card: dict[str, Any]) -> None:
         console.print(f"RED FLAG {flag['name']} ({flag['evidence']}): {flag['meaning']}", markup=False, style="red")
     if not card["flags"]:
         console.print("no red flags", markup=False)
+    if len(card["results"]) > 1:
+        low, high = (f"{100 * bound:.1f}" for bound in card["all_attacks"]["interval"])
+        share = f"{100 * card['all_attacks']['accuracy']:.1f} % ({low}-{high})"
+        console.print(f"robust accuracy: {share} of {data['images']:,} images withstand all of it", markup=False)
 
 
 def print_bench(result: dict[str, Any]) -> None:

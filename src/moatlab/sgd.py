@@ -1,0 +1,46 @@
+"""Stochastic gradient descent, with PyTorch's fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim.sgd import sgd
+
+
+class Sgd:
+    """v <- momentum v + (gradient + weight_decay p), p <- p - lr v: torch.optim.SGD(fused=True), bit for bit.
+
+    That class imports PyTorch's compiler when it is made, which takes two seconds of every run's start; the function
+    behind it does not. GradScaler sets `grad_scale` and `found_inf` on what has the third of the names below, and
+    deletes them after the step.
+    """
+
+    grad_scale: Tensor  # both may not be there; where `found_inf` is 1, a step does nothing
+    found_inf: Tensor
+    _step_supports_amp_scaling = True
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, momentum: float, weight_decay: float) -> None:
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.param_groups = [{"params": self.parameters}]  # the name that GradScaler reads
+        # Zeros, not left out: PyTorch would leave a new buffer unwritten where fp16 overflows in the first step.
+        self.velocity = {p: torch.zeros_like(p, requires_grad=False) for p in self.parameters if momentum}
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        pairs = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        sgd(
+            [parameter for parameter, _ in pairs],
+            [gradient for _, gradient in pairs],
+            [self.velocity.get(parameter) for parameter, _ in pairs],
+            lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, dampening=0, nesterov=False,
+            maximize=False, fused=True, grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+        )  # fmt: skip
+        torch.clear_autocast_cache()  # or a model with an autocast of its own might go on with the weights of before
