@@ -159,12 +159,38 @@ def test_a_table_shares_its_runs_with_a_figure(whole, moat):
     assert "| paper" not in (whole / "figure1a.md").read_text()  # figures come without numbers
 
 
+def test_of_a_run_only_what_a_table_or_figure_shows_is_evaluated(moat, alone):
+    """Figure 1 shows what runs measure by themselves, figure 3 the last epoch under attack, a table the best too."""
+    command = (*SMALL, "--methods", "fgsm", "--out", "sweep", "--json")
+    runs = {}
+    for name, cards in (
+        ("figure1a", []), ("figure3a", ["eval.json", "eval_aa.json"]),
+        ("table2a", ["eval.json", "eval_aa.json"]),  # fgsm of one epoch: the best one is the last one
+    ):  # fmt: skip
+        ended = moat("reproduce", name, *command)
+        assert ended.code == 0, ended.err
+        assert sorted(path.name for path in (alone / "sweep" / "fgsm_s0").glob("eval*.json")) == sorted(cards)
+        result = json.loads(ended.out)
+        runs[name] = result["runs"][0]
+        assert result["rows"][0]["seeds"] == [0]
+        assert bool(result["best_rows"]) == (name == "table2a")
+    figure = read_json(alone / "sweep" / "figure1a.json")
+    final = read_json(alone / "sweep" / "fgsm_s0" / "run.json")["final"]
+    assert {name: column["mean"] for name, column in figure["rows"][0]["columns"].items()} == {
+        name: final[name] for name in ("clean", "fgsm", "pgd7")
+    }
+    assert figure["images"] == {"clean": 1000, "fgsm": 1000, "pgd7": 1000}
+    assert {claim["name"]: claim["verdict"] for claim in figure["claims"]}["fgsm-collapses"] == "does not hold"
+    assert "PGD7" in (alone / "sweep" / "figure1a.md").read_text()
+    assert runs["figure3a"]["last"] == runs["table2a"]["last"] == runs["table2a"]["best"]
+
+
 def test_claims_of_a_figure_look_at_the_runs_of_a_table_in_the_same_folder_or_in_a_known_result(tmp_path):
     """imoat:2,5,8 is no row of figure 3, and one of its claims is about it; but only at the same length."""
     options = {"width": 8, "batch_size": 1000, "threads": 1, "images": 6, "aa_images": 1}
     sweep = plan_sweep(experiment("figure3a"), "mini", epochs=3, **options)
     recipe = sweep.recipe_of("imoat:2,5,8", 0)
-    outcome = dict.fromkeys(WHOLE) | {"recipe_sha256": recipe.sha256, "images": 6, "aa_images": 1, "seed": 0}
+    outcome = dict.fromkeys([*WHOLE, "last"]) | {"recipe_sha256": recipe.sha256, "images": 6, "aa_images": 1, "seed": 0}
     assert _others(sweep, tmp_path, [outcome]) == {"imoat:2,5,8": [outcome]}
     (tmp_path / "imoat-2-5-8_s0").mkdir()
     write_json(tmp_path / "imoat-2-5-8_s0" / "outcome.json", outcome)

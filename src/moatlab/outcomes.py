@@ -14,7 +14,7 @@ from moatlab.card import evaluate_subject
 from moatlab.claims import Runs
 from moatlab.errors import Damaged, UserError
 from moatlab.files import read_json, write_json
-from moatlab.paper import COLUMNS
+from moatlab.paper import COLUMNS, WATCHED, Part
 from moatlab.precision import left_as_found
 from moatlab.recipe import Recipe
 from moatlab.runfolder import RunFolder
@@ -24,18 +24,23 @@ Outcome = dict[str, Any]
 
 
 def evaluate_run(
-    folder: Path, recipe: Recipe, *, images: int | None, aa_images: int | None, data_dir: Path | None
-) -> Outcome:
-    """Evaluate a finished run by the paper's attacks, its last epoch and, where images were held out, its best one;
-    write and return its outcome. A card that is there already and was asked the same is taken as it is."""
+    folder: Path, recipe: Recipe, parts: Sequence[Part], *, images: int | None, aa_images: int | None,
+    data_dir: Path | None,
+) -> Outcome:  # fmt: skip
+    """Evaluate a finished run by the paper's attacks, as far as `parts` name its last epoch and its best one (None
+    where no images were held out); write and return its outcome. A card that is there already and was asked the same is
+    taken as it is."""
     run = RunFolder(folder)
     record, metrics = run.read_record(), run.read_metrics()
     assert record.final is not None
-    evaluations: dict[str, Any] = {"last": None, "best": None}
+    evaluations: dict[str, Any] = {}
     with left_as_found(torch.device("cpu"), recipe.threads):
-        for which in ("last", "best") if run.best_model.exists() else ("last",):
+        for which in [part for part in parts if part != "final"]:
+            if which == "best" and not run.best_model.exists():
+                evaluations[which] = None
+                continue
             subject = load_subject(folder, model=recipe.model, which=which, data_dir=data_dir, device=recipe.device)
-            last = evaluations["last"]
+            last = evaluations.get("last")
             if last and last["model"] == subject.sha256:
                 evaluations[which] = last  # the best epoch is the last one
                 continue
@@ -57,13 +62,15 @@ def evaluate_run(
 KEPT = ("epoch", "stage", "clean", "fgsm", "pgd7", "comparable", "train_seconds")
 
 
-def known_outcome(folder: Path, recipe: Recipe, images: int | None, aa_images: int | None) -> Outcome | None:
+def known_outcome(
+    folder: Path, recipe: Recipe, parts: Sequence[Part], images: int | None, aa_images: int | None
+) -> Outcome | None:
     """What an earlier sweep wrote into a run's folder, if it is whole and was asked the same."""
     try:
         known = read_json(folder / "outcome.json")
     except Damaged:
         return None
-    return known if matches(known, recipe, images, aa_images) else None
+    return known if matches(known, recipe, parts, images, aa_images) else None
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
@@ -75,13 +82,26 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 WHOLE = {"method", "seed", "recipe_sha256", "images", "aa_images", "passes", "train_seconds", "steady_seconds",
-         "collapsed_at", "history", "last", "best", "data", "environment"}  # fmt: skip
+         "collapsed_at", "final", "history", "data", "environment"}  # fmt: skip
 
 
-def matches(outcome: Outcome, recipe: Recipe, images: int | None, aa_images: int | None) -> bool:
-    """Whether an outcome is that of this recipe, evaluated on as many images."""
-    asked = {"recipe_sha256": recipe.sha256, "images": images, "aa_images": aa_images}
-    return outcome.keys() >= WHOLE and all(outcome[name] == value for name, value in asked.items())
+def matches(outcome: Outcome, recipe: Recipe, parts: Sequence[Part], images: int | None, aa_images: int | None) -> bool:
+    """Whether an outcome is that of this recipe, with these parts, evaluated on as many images."""
+    asked: dict[str, Any] = {"recipe_sha256": recipe.sha256}
+    if "last" in parts:
+        asked |= {"images": images, "aa_images": aa_images}
+    return outcome.keys() >= WHOLE.union(parts) and all(outcome[name] == value for name, value in asked.items())
+
+
+def part_of(outcome: Outcome, part: Part) -> dict[str, Any] | None:
+    """The epoch, accuracies, counts of images, verdicts and flags of one part of an outcome, if it has that part."""
+    if part != "final":
+        return outcome.get(part)
+    final = outcome["final"]
+    return {
+        "epoch": outcome["recipe"]["epochs"], "accuracy": {name: final[name] for name in WATCHED},
+        "images": dict.fromkeys(WATCHED, final["images"]), "standing": {}, "flags": [],
+    }  # fmt: skip
 
 
 def _evaluate(subject: Subject, images: int | None, aa_images: int | None) -> dict[str, Any]:
@@ -134,15 +154,16 @@ def unpack(text: str) -> list[bool]:
     return [digit == "1" for digit in f"{int(text, 16):b}"[1:]]
 
 
-def as_runs(outcomes: Sequence[Outcome], which: str = "last", *, timed: bool = True) -> Runs:
+def as_runs(outcomes: Sequence[Outcome], part: Part = "last", *, timed: bool = True) -> Runs:
     """The outcomes of one row, one for each seed, as claims see them. `timed`: their seconds are of one machine."""
-    chosen = {outcome["seed"]: outcome for outcome in outcomes if outcome[which]}
+    seeds = {outcome["seed"]: outcome for outcome in outcomes}
+    parts = {seed: found for seed, one in seeds.items() if (found := part_of(one, part))}
+    names = {name for one in parts.values() for name in one["accuracy"]}
+    judged = {name for one in parts.values() for name in one["standing"]}
     return Runs(
-        accuracy={name: {seed: one[which]["accuracy"][name] for seed, one in chosen.items()} for name in COLUMNS},
-        cost={seed: one["passes"] for seed, one in chosen.items()},
-        time={seed: one["steady_seconds"] for seed, one in chosen.items() if timed},
-        collapsed={seed: one["collapsed_at"] is not None for seed, one in chosen.items()},
-        standing={
-            name: {seed: unpack(one[which]["standing"][name]) for seed, one in chosen.items()} for name in COLUMNS
-        },
+        accuracy={name: {seed: one["accuracy"][name] for seed, one in parts.items()} for name in names},
+        cost={seed: seeds[seed]["passes"] for seed in parts},
+        time={seed: seeds[seed]["steady_seconds"] for seed in parts if timed},
+        collapsed={seed: seeds[seed]["collapsed_at"] is not None for seed in parts},
+        standing={name: {seed: unpack(one["standing"][name]) for seed, one in parts.items()} for name in judged},
     )

@@ -11,11 +11,13 @@ from typing import Any, Literal
 from moatlab.errors import UserError, did_you_mean
 
 COLUMNS = ("clean", "fgsm", "pgd50", "cw50", "mim50", "aa")
+WATCHED = ("clean", "fgsm", "pgd7")  # what a run measures by itself
 DATA = {"a": "cifar10", "b": "cifar100"}
 
 TABLE = ("fgsm", "fast", "gradalign", "kim", "pgd:2", "pgd:7", "moat:2", "imoat:1,2,3", "moat:5", "imoat:2,5,8")
 OURS = ("nfgsm",)  # a later single-step baseline (de Jorge et al., 2022), below the paper's rows
 STAGE_ONE = {"original": "standard | fast | pgd:2", "cutmix": "cutmix | fast | pgd:2", "mixup": "moat:2"}
+Part = Literal["final", "last", "best"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,18 @@ class Experiment:
     def paper(self) -> dict[str, dict[str, float]]:
         """The paper's numbers, as fractions, by row and column, with `minutes`; its figures come without numbers."""
         return paper_table(self.name) if self.kind == "table" else {}
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return WATCHED if self.kind == "curves" else COLUMNS
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What it needs of a run: what the run measured by itself at its end, or its last epoch (and its best one)
+        under the attacks."""
+        if self.kind == "curves":
+            return ("final",)
+        return ("last", "best") if self.kind == "table" else ("last",)
 
 
 def experiment(name: str) -> Experiment:

@@ -82,19 +82,20 @@ def print_reproduction(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from moatlab.tables import HEADINGS, MARKS, conditions
+    from moatlab.tables import MARKS, columns_of, conditions
 
     console = Console(highlight=False)
-    table = Table("method", *HEADINGS.values(), "passes", "time", title=f"{result['experiment']}: {result['title']}")
+    names = columns_of(result)
+    table = Table("method", *names.values(), "passes", "time", title=f"{result['experiment']}: {result['title']}")
     for column in table.columns[1:]:
         column.justify = "right"
     for row in result["rows"]:
         columns, cost = row["columns"], row["cost"]
-        ours = [f"{100 * columns[name]['mean']:.1f}" for name in HEADINGS]
+        ours = [f"{100 * columns[name]['mean']:.1f}" for name in names]
         times = f"{cost['seconds_to_fgsm']:.2f}" if cost["seconds_to_fgsm"] else ""
         table.add_row(row["row"], *ours, f"{cost['passes']:g}", times)
         if columns["clean"]["paper"] is not None:
-            theirs = [f"{100 * columns[name]['paper']:.1f}" for name in HEADINGS]
+            theirs = [f"{100 * columns[name]['paper']:.1f}" for name in names]
             table.add_row("  paper", *theirs, "", f"{cost['paper_to_fgsm']:.2f}", style="dim")
     console.print(table)
     console.print(f"{conditions(result)} Accuracy in %; time: against fgsm.", markup=False)

@@ -12,7 +12,7 @@ from typing import Any
 from moatlab import display
 from moatlab.data import KNOWN_SIZES
 from moatlab.errors import NotWritten, RunFailed, UserError
-from moatlab.paper import COLUMNS, EXPERIMENTS, Experiment, Row
+from moatlab.paper import COLUMNS, EXPERIMENTS, Experiment, Part, Row
 from moatlab.pool import each
 from moatlab.recipe import Recipe, make_recipe, slug
 
@@ -67,7 +67,7 @@ class Sweep:
             for name in COLUMNS[1:]
             for part in parts_of(name, eps=job.recipe.eps_value, norm=job.recipe.norm, classes=classes)
         )
-        models = 2 if job.recipe.holdout else 1  # the last epoch and the best
+        models = sum(part == "last" or (part == "best" and job.recipe.holdout > 0) for part in self.experiment.parts)
         return job.passes + models * STANDING * passes / train
 
     @property
@@ -164,7 +164,8 @@ def reproduce(
     failures: list[dict[str, str]] = []
     pace = _announce(sweep, missing, out, data_dir, yes=yes) if missing else None
     first = sweep.jobs[0].recipe
-    tasks = [(job.recipe, (out / job.name).absolute(), sweep.images, sweep.aa_images, data_dir) for job in missing]
+    wanted = (sweep.experiment.parts, sweep.images, sweep.aa_images, data_dir)
+    tasks = [(job.recipe, (out / job.name).absolute(), *wanted) for job in missing]
     done: list[Job] = []
     for number, outcome in each(_carry_out, tasks, on, threads=first.threads, gpus=first.device != "cpu"):
         job = missing[number]
@@ -203,8 +204,9 @@ def reproduce(
 
 
 def _carry_out(
-    recipe: Recipe, folder: Path, images: int | None, aa_images: int | None, data_dir: Path | None
-) -> dict[str, Any]:
+    recipe: Recipe, folder: Path, parts: tuple[Part, ...], images: int | None, aa_images: int | None,
+    data_dir: Path | None,
+) -> dict[str, Any]:  # fmt: skip
     """One run: trained, and evaluated."""
     from moatlab.models import users_code
     from moatlab.outcomes import evaluate_run
@@ -212,7 +214,7 @@ def _carry_out(
 
     train(recipe, folder, data_dir=data_dir, resume=True)
     with users_code(f"{folder.name} can't be evaluated", RunFailed):
-        return evaluate_run(folder, recipe, images=images, aa_images=aa_images, data_dir=data_dir)
+        return evaluate_run(folder, recipe, parts, images=images, aa_images=aa_images, data_dir=data_dir)
 
 
 def _announce(
@@ -268,7 +270,7 @@ def _known(sweep: Sweep, job: Job, out: Path, before: list[dict[str, Any]]) -> d
     """The outcome of a run that was done before: in the sweep's folder, or in an earlier result."""
     from moatlab.outcomes import known_outcome, matches
 
-    asked = (job.recipe, sweep.images, sweep.aa_images)
+    asked = (job.recipe, sweep.experiment.parts, sweep.images, sweep.aa_images)
     return known_outcome(out / job.name, *asked) or next((one for one in before if matches(one, *asked)), None)
 
 

@@ -16,8 +16,8 @@ from moatlab.environment import commit, describe_environment
 from moatlab.errors import UserError
 from moatlab.files import atomic, make_folder, write_json
 from moatlab.intervals import interval
-from moatlab.outcomes import Outcome, as_runs
-from moatlab.paper import COLUMNS, Experiment, Row
+from moatlab.outcomes import Outcome, as_runs, part_of
+from moatlab.paper import Experiment, Part, Row
 from moatlab.tables import as_latex, as_markdown
 
 
@@ -35,18 +35,20 @@ def make_result(
     timed = len(machines) == 1  # seconds of two machines do not compare
     by_row = {row: [one for (of, _), one in outcomes.items() if of == row] for row in rows}
     by_row = {row: found for row, found in by_row.items() if found}
+    part = experiment.parts[0]
     measured = {
-        method: as_runs(found, timed=timed)
+        method: as_runs(found, part, timed=timed)
         for method, found in [*((row.method, found) for row, found in by_row.items()), *others.items()]
     }
-    held_out = any(one["best"] for found in by_row.values() for one in found)
     anybody = next(iter(outcomes.values()), None)
+    shown = part_of(anybody, part) if anybody else None
+    best = _rows(experiment, by_row, "best", timed=timed) if "best" in experiment.parts else []
     return {
         "experiment": experiment.name, "kind": experiment.kind, "title": experiment.title, **facts,
-        "images": anybody and anybody["last"]["images"],
+        "images": shown and shown["images"],
         "data": anybody and anybody["data"], "machines": machines,
-        "rows": _rows(experiment, by_row, "last", timed=timed),
-        "best_rows": _rows(experiment, by_row, "best", timed=timed) if held_out else None,
+        "rows": _rows(experiment, by_row, part, timed=timed),
+        "best_rows": best or None,
         "claims": [asdict(claim) for claim in check_claims(experiment, measured)],
         "claims_in_paper": [asdict(claim) for claim in check_claims(experiment, paper_rows(experiment))],
         "failures": failures,
@@ -63,22 +65,21 @@ def machine(outcome: Outcome) -> str:
 
 
 def _rows(
-    experiment: Experiment, by_row: dict[Row, list[Outcome]], which: str, *, timed: bool
+    experiment: Experiment, by_row: dict[Row, list[Outcome]], part: Part, *, timed: bool
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One entry for each row: in every column the paper's number and ours, then what it cost, against fgsm too."""
     base = next((found for row, found in by_row.items() if row.method == "fgsm"), None)
     paper_base = experiment.paper.get("fgsm", {}).get("minutes")
     entries = []
     for row, found in by_row.items():
-        chosen = sorted((one for one in found if one[which]), key=lambda one: int(one["seed"]))
+        chosen = sorted((one for one in found if part_of(one, part)), key=lambda one: int(one["seed"]))
+        measured = [shown for one in chosen if (shown := part_of(one, part))]
         if not chosen:
             continue
         paper = experiment.paper.get(row.method, {})
         columns = {
-            name: _column(
-                [one[which]["accuracy"][name] for one in chosen], chosen[0][which]["images"][name], paper.get(name)
-            )
-            for name in COLUMNS
+            name: _column([one["accuracy"][name] for one in measured], measured[0]["images"][name], paper.get(name))
+            for name in experiment.columns
         }
         minutes = paper.get("minutes")
         cost = {
@@ -95,9 +96,9 @@ def _rows(
         entries.append({
             "row": row.label, "method": chosen[0]["method"], "in_paper": row.in_paper,
             "seeds": [one["seed"] for one in chosen], "columns": columns, "cost": cost,
-            "epochs": [one[which]["epoch"] for one in chosen],
+            "epochs": [one["epoch"] for one in measured],
             "collapsed_at": [one["collapsed_at"] for one in chosen],
-            "flags": sorted({flag for one in chosen for flag in one[which]["flags"]}),
+            "flags": sorted({flag for one in measured for flag in one["flags"]}),
         })  # fmt: skip
     return entries
 

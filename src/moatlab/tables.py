@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from moatlab.paper import COLUMNS
+from moatlab.paper import experiment
 
 Result = dict[str, Any]
-HEADINGS = {"clean": "Clean", "fgsm": "FGSM", "pgd50": "PGD50", "cw50": "CW50", "mim50": "MIM50", "aa": "AA"}
 COST = ("collapsed", "passes", "training", "time / fgsm")
 TITLES = {"rows": "The last epoch, as in the paper", "best_rows": "The best epoch on held-out images"}
 MARKS = {"holds": "holds", "does not hold": "does not hold", "not decided": "not decided at this scale"}
@@ -26,10 +25,15 @@ class Line(NamedTuple):
     of_paper: bool = False
 
 
+def columns_of(result: Result) -> dict[str, str]:
+    """The names of the accuracies that it has, each with its heading."""
+    return {name: "Clean" if name == "clean" else name.upper() for name in experiment(result["experiment"]).columns}
+
+
 def lines_of(rows: list[dict[str, Any]]) -> list[Line]:
     lines = []
     for row in rows:
-        cost, columns = row["cost"], [row["columns"][name] for name in COLUMNS]
+        cost, columns = row["cost"], list(row["columns"].values())
         fallen = sum(epoch is not None for epoch in row["collapsed_at"])
         spent = [f"{fallen} of {len(row['seeds'])}", f"{cost['passes']:g}", f"{cost['seconds']:.0f} s"]
         lines.append(Line(row["row"], [*map(cell, columns), *spent, ratio(cost["seconds_to_fgsm"])]))
@@ -53,8 +57,9 @@ def ratio(value: float | None) -> str:
 def conditions(result: Result) -> str:
     images, data = result["images"], result["data"]
     seeds = f"{len(result['seeds'])} seed" + "s" * (len(result["seeds"]) != 1)
-    counts = f"; the first {images['pgd50']:,} test images" if images else ""
-    fewer = f" (AutoAttack: the first {images['aa']:,})" if images and images["aa"] != images["pgd50"] else ""
+    most = max(images.values()) if images else 0
+    counts = f"; the first {most:,} test images" if images else ""
+    fewer = f" (AutoAttack: the first {images['aa']:,})" if images and images.get("aa", most) != most else ""
     note = f"; NOT the whole data set: {data['note']}" if data and data["note"] else ""
     return f"Preset {result['preset']}: {result['setting']}; {seeds}{counts}{fewer}{note}."
 
@@ -83,21 +88,22 @@ def claims_of(result: Result) -> list[dict[str, str]]:
 
 
 def as_markdown(result: Result) -> str:
+    headings = list(columns_of(result).values())
     lines = [f"# {result['experiment']}: {result['title']}", "", conditions(result), "", EXPLAINED, ""]
     for key, title in TITLES.items():
         if not result[key]:
             continue
-        lines += [f"## {title}", "", *_markdown_table(["method", *HEADINGS.values(), *COST], [
+        lines += [f"## {title}", "", *_markdown_table(["method", *headings, *COST], [
             [f"*{line.name}*" if line.of_paper else f"`{line.name}`", *line.cells] for line in lines_of(result[key])
         ]), ""]  # fmt: skip
     bounds = [
-        [f"`{row['row']}`", *(_interval(row["columns"][name]["interval"]) for name in COLUMNS)]
+        [f"`{row['row']}`", *(_interval(column["interval"]) for column in row["columns"].values())]
         for row in result["rows"]
     ]  # fmt: skip
-    lines += ["## 95 % intervals", "", *_markdown_table(["method", *HEADINGS.values()], bounds), ""]
+    lines += ["## 95 % intervals", "", *_markdown_table(["method", *headings], bounds), ""]
     claims = [[one["sentence"], MARKS[one["verdict"]], one["numbers"], one["in_paper"]] for one in claims_of(result)]
-    headings = ["claim", "here", "the numbers", "in the paper's own table"]
-    lines += ["## The paper's claims", "", *_markdown_table(headings, claims), ""]
+    about = ["claim", "here", "the numbers", "in the paper's own table"]
+    lines += ["## The paper's claims", "", *_markdown_table(about, claims), ""]
     for title, entries in (
         ("Red flags", flags_of(result)),
         ("Failed", [f"{one['run']}: {one['message']}" for one in result["failures"]]),
@@ -123,12 +129,13 @@ def _markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
 
 def as_latex(result: Result) -> str:
     """Tables for the packages booktabs and xcolor: our numbers, and the paper's in grey below."""
-    lines = [f"% {result['experiment']}: {conditions(result)}", *(f"% {EXPLAINED}",)]
+    headings = ["method", *columns_of(result).values(), *COST]
+    lines = [f"% {result['experiment']}: {conditions(result)}", f"% {EXPLAINED}"]
     for key, title in TITLES.items():
         if not result[key]:
             continue
-        lines += [f"% {title}", r"\begin{tabular}{l" + "r" * (len(HEADINGS) + len(COST)) + "}", r"\toprule"]
-        lines += [" & ".join(["method", *HEADINGS.values(), *COST]) + r" \\", r"\midrule"]
+        lines += [f"% {title}", r"\begin{tabular}{l" + "r" * (len(headings) - 1) + "}", r"\toprule"]
+        lines += [" & ".join(headings) + r" \\", r"\midrule"]
         for line in lines_of(result[key]):
             cells = [text.replace("±", r"$\pm$").replace("(-", "($-$") for text in line.cells]
             name = line.name if line.of_paper else r"\texttt{" + line.name.replace("|", r"\textbar{}") + "}"
@@ -141,7 +148,7 @@ def as_latex(result: Result) -> str:
 def for_page(result: Result) -> dict[str, Any]:
     """What stands at the top of a page about a sweep."""
     tables = [
-        {"title": title, "columns": [*HEADINGS.values(), *COST], "lines": lines_of(result[key])}
+        {"title": title, "columns": [*columns_of(result).values(), *COST], "lines": lines_of(result[key])}
         for key, title in TITLES.items()
         if result[key]
     ]
