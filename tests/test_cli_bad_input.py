@@ -203,6 +203,12 @@ def test_a_folder_of_other_files_is_no_place_for_a_run(refuses, alone, tiny):
     )
 
 
+def test_a_job_s_log_may_stand_in_the_folder_of_its_run(moat, alone):
+    (alone / "run").mkdir()
+    (alone / "run" / "slurm-17.out").write_text("begun\n")
+    assert moat("train", "fgsm", *SHORT, "--max-steps", 1, "--out", "run").code == 0
+
+
 def test_an_empty_folder_is_no_data(refuses, alone):
     (alone / "empty").mkdir()
     refuses_data(refuses, "--data", "empty", says="empty is empty")

@@ -450,6 +450,21 @@ def test_a_card_of_more_is_kept_beside_one_of_less(moat, run_folder):
     assert "previous" not in moat("eval", run_folder.name, "--n", 30, "--attacks", "fgsm,pgd7").err
 
 
+def test_kept_cards_pile_up_and_keep_their_examples(moat, run_folder):
+    for attacks in ("fgsm,pgd7", "pgd7", "fgsm"):
+        assert moat("eval", run_folder.name, "--n", 30, "--attacks", attacks, "--save-adversarial").code == 0
+    cards = [run_folder / f"eval{suffix}.json" for suffix in ("_previous", "_previous_2", "")]
+    kept = [list(json.loads(path.read_text())["results"])[1:] for path in cards]
+    assert kept == [["fgsm", "pgd7"], ["pgd7"], ["fgsm"]]
+    for path in cards:
+        assert moat("verify", path).code == 0
+
+
+def test_only_thorough_attacks_say_how_robust_a_model_is(moat, run_folder):
+    assert "robust accuracy" not in moat("eval", run_folder.name, "--n", 10, "--attacks", "fgsm,pgd7").out
+    assert "robust accuracy" in moat("eval", run_folder.name, "--n", 10, "--attacks", "apgd-ce").out
+
+
 def test_a_run_whose_images_are_not_here_says_which_they_are(moat, refuses, alone, tiny, monkeypatch):  # noqa: F811
     shutil.copytree(tiny, alone / "photos")
     options = ("--data", "photos", "--width", 8, "--batch-size", 16, "--epochs", 1, "--out", "run", "--max-steps", 1)

@@ -52,14 +52,33 @@ def test_of_a_folder_of_classes_alone_a_tenth_is_set_apart_for_testing(pets, cap
     for number in range(5, 20):
         write_image(pets / "train" / "cat" / f"{number}.png", (number, 0, 255))
     images = load_images(str(pets / "train"))
-    assert (len(images.train_y), len(images.test_y)) == (23, 2)
-    assert "2 of its images are set apart" in images.note
+    assert len(images.train_y) + len(images.test_y) == 25
+    assert f"{len(images.test_y)} of its images are set apart" in images.note
     assert (
         len({*images.train_x[:, 0, 0, 0].tolist(), *images.test_x[:, 0, 0, 0].tolist()}) == 20
     )  # 10 to 14 are of both
     assert images.classes == ("cat", "dog")
     assert load_images(str(pets / "train")).sha256 == images.sha256
     assert "no test image is of the class" in capsys.readouterr().err
+
+
+def test_images_that_are_added_to_a_folder_of_classes_move_none_from_training_to_testing(tmp_path):
+    def split():
+        images = load_images(str(tmp_path))
+        return [{tuple(image[0, 0].tolist()) for image in part} for part in (images.train_x, images.test_x)]
+
+    for number in range(300):
+        write_image(tmp_path / "ab"[number % 2] / f"{number}.png", (number % 200, number // 200, 0))
+    trained, tested = split()
+    assert len(trained) + len(tested) == 300
+    assert 15 < len(tested) < 45
+    (tmp_path / "a" / "0.png").unlink()
+    for number in range(300, 320):
+        write_image(tmp_path / "a" / f"{number}.png", (number % 200, number // 200, 0))
+    trained_later, tested_later = split()
+    assert trained.isdisjoint(tested_later)
+    assert tested.isdisjoint(trained_later)
+    assert tested_later > tested
 
 
 def test_a_class_without_test_images_is_told_of(pets, capsys):

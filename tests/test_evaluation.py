@@ -616,3 +616,23 @@ def test_a_copy_of_the_model_gives_the_same_verdicts():
     x, y = images(8, model)
     ours = evaluate(model, x, y, attacks=["apgd-ce"], eps=EPS)
     assert ours.broken_by == evaluate(copy.deepcopy(model), x, y, attacks=["apgd-ce"], eps=EPS).broken_by
+
+
+def test_arrays_will_do_and_files_of_the_user_beside_the_state_stay(tmp_path):
+    model = network()
+    x, y = images(6, model)
+    (tmp_path / "train_set.npz").write_bytes(b"precious")
+    expected = evaluate(model, x, y, attacks=["fgsm"], eps=0.05)
+    arrays = x.numpy().astype("float64")[:, :, ::-1][:, :, ::-1], y.numpy()
+    result = evaluate(model, *arrays, attacks=["fgsm"], eps=0.05, state=tmp_path)
+    assert result.broken_by == expected.broken_by
+    assert (tmp_path / "train_set.npz").read_bytes() == b"precious"
+
+
+def test_a_model_whose_gradient_is_the_same_for_all_pixels_can_be_attacked():
+    class Sums(nn.Module):
+        def forward(self, z):
+            return z.sum((1, 2, 3))[:, None] * torch.tensor([1.0, -1.0, 0.5, 0.2, 0.1])
+
+    x = torch.rand(4, 3, 4, 4)
+    assert evaluate(Sums(), x, torch.zeros(4, dtype=torch.int64), attacks=["pgd50"], eps=0.01).accuracy["pgd50"] == 1

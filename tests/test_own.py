@@ -234,8 +234,13 @@ def test_a_pair_of_tensors_trains_a_model_of_the_users_own():
     for bad in ((x,), (x, y, y)):
         with pytest.raises(UserError, match="pair"):
             moatlab.train(model, bad)
-    second = moatlab.train(model, (x, y), method="imoat:1,2,3", epochs=3, batch_size=12)
+    other = (x.flip(0), y)
+    second = moatlab.train(model, other, method="imoat:1,2,3", epochs=3, batch_size=12)
     assert second.folder == Path("runs/imoat-1-2-3_arrays_s0_2")
+    goes_on = moatlab.train(model, other, method="imoat:1,2,3", epochs=3, batch_size=12, resume=True)
+    assert goes_on.folder == second.folder  # the last of that name
+    with pytest.raises(UserError, match="finished run on other images"):
+        moatlab.train(model, (x, y), method="imoat:1,2,3", epochs=3, batch_size=12, resume=True)
     with pytest.raises(UserError, match="TensorDataset"):
         moatlab.train(model, torch.utils.data.TensorDataset(x, y))
     with pytest.raises(UserError, match="begin at 0"):

@@ -73,8 +73,8 @@ def test_probabilities_and_randomness_are_flagged():
 
 
 MEASURED = {
-    "randomised": False, "probabilities": False, "sample": 200, "guessing": 0.1, "clean": 0.8, "zero_gradients": 0.0,
-    "fgsm": 0.5,
+    "randomised": False, "probabilities": False, "labels": [10] * 10, "sample": 200, "clean": 0.8,
+    "zero_gradients": 0.0, "fgsm": 0.5,
     "pgd20": {"at half of eps": 0.6, "at eps": 0.45, "at twice eps": 0.2}, "pgd20_at_half": 0.0,
 }  # fmt: skip
 VERDICTS = {"clean": [None] * 80 + ["clean"] * 20}
@@ -88,7 +88,7 @@ VERDICTS = {"clean": [None] * 80 + ["clean"] * 20}
         ("pgd-weaker-than-fgsm", {"fgsm": 0.4}, {}, {}, None),
         (None, {}, {"pgd50": 0.6}, {}, None),  # FGSM was asked of the sample only, which are other images
         ("fgsm-above-clean", {}, {"fgsm": 0.85}, {}, None),
-        ("no-better-than-guessing", {"guessing": 0.75}, {}, {}, None),
+        ("no-better-than-guessing", {"labels": [75, 25]}, {}, {}, None),
         ("zero-gradients", {"zero_gradients": 0.3}, {}, {}, None),
         ("rises-with-eps", {"pgd20": {"at half of eps": 0.4, "at eps": 0.45, "at twice eps": 0.2}}, {}, {}, None),
         ("not-zero-at-half", {"pgd20_at_half": 0.1}, {}, {}, None),
@@ -108,6 +108,15 @@ def test_each_flag_is_raised_by_its_numbers_and_by_no_others(flag, measured, acc
     raised = judge(MEASURED | measured, {"clean": 0.8} | accuracy, VERDICTS | verdicts, audited)
     assert [one.name for one in raised] == ([flag] if flag else [])
     assert all(one.meaning == MEANING[one.name] for one in raised)
+
+
+def test_images_that_are_sorted_by_class_raise_no_flag_of_guessing():
+    """The flags look at the first images, which are of one class then; how frequent a class is, all images say."""
+    model = network()
+    x, _ = images(400, model)
+    y, order = model(x).argmax(1).sort()
+    assert len(y[:200].unique()) < len(y.unique())
+    assert "no-better-than-guessing" not in names(evaluate(model, x[order], y, attacks=["fgsm"], eps=0.001))
 
 
 def test_the_audit_attacks_what_stands_once_more():

@@ -166,6 +166,27 @@ def test_a_card_of_another_model_is_not_shown_beside_this_one(moat, runs, status
     write_json(runs / "fgsm" / "run.json", read_json(runs / "fgsm" / "run.json") | {"status": status})
     page, _, _ = page_of(moat, runs / "fgsm")
     assert "is of another model" in page.text
+
+
+def test_a_card_of_the_same_weights_in_another_network_is_not_shown(moat, runs, alone):
+    """A factory of the user's may put something before the network that masks its gradients."""
+    (alone / "masked.py").write_text(
+        "from moatlab.models import build_model\n"
+        "def build(num_classes):\n"
+        "    return build_model('preact_resnet18', classes=num_classes, arguments={'width': 8, 'std': (9.0,) * 3})\n"
+    )
+    assert moat("eval", runs / "fgsm", "--model", "masked:build", "--attacks", "fgsm").code == 0
+    assert (runs / "fgsm" / "eval.json").exists()
+    page, _, _ = page_of(moat, runs / "fgsm")
+    assert "is of another model" in page.text
+
+
+def test_a_model_that_no_run_wrote_is_named_and_the_others_are_shown(moat, runs):
+    (runs / "fgsm" / "run.json").unlink()
+    save_file({"weight": torch.zeros(2, 2)}, runs / "fgsm" / "model.safetensors")
+    page, _, _ = page_of(moat, runs / "fgsm", runs / "moat-2")
+    assert "was not written by a run of moatlab" in page.text
+    assert "moat:2" in page.text
     assert "pgd50 %" not in page.text
 
 

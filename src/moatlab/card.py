@@ -6,7 +6,6 @@ import json
 import math
 import zipfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from moatlab.display import warn
 from moatlab.environment import describe_environment
 from moatlab.errors import RunFailed, UserError, needs_trust
 from moatlab.evaluation import Evaluation, evaluate, merged
-from moatlab.files import UNREADABLE_ARRAYS, atomic, read_json_and_check, remove_leftovers, with_checksum
+from moatlab.files import UNREADABLE_ARRAYS, atomic, read_json, read_json_and_check, remove_leftovers, with_checksum
 from moatlab.intervals import wilson
 from moatlab.models import BUILT_IN, users_code
 from moatlab.partial import discard, for_one_process, pieces
@@ -92,13 +91,13 @@ def evaluate_subject(
         result = merged(processes.from_all(result))
 
         def write() -> dict[str, Any]:
+            card = make_card(result, subject, radius, environment, saved.name if save_adversarial else None)
+            keep_previous(subject.card, card, saved)
             if save_adversarial:
                 height, width, channels = images.test_x.shape[1:]
                 attacked = [name for name in result.broken_by if name != "clean"]
                 found = [(place, part.start) for place, part in zip(states, parts, strict=True)]
                 write_examples(saved, found, attacked, (channels, height, width))
-            card = make_card(result, subject, radius, environment, saved.name if save_adversarial else None)
-            keep_previous(subject.card, card)
             write_card(subject.card, card)
             if not save_adversarial:
                 saved.unlink(missing_ok=True)  # of an earlier card
@@ -163,14 +162,25 @@ def first_broken_by(broken_by: dict[str, list[str | None]]) -> list[str | None]:
     return firsts
 
 
-def keep_previous(path: Path, card: dict[str, Any]) -> None:
-    """A card that took longer is not lost to one that was asked less: it stays as NAME_previous.json."""
-    with suppress(UserError, KeyError, TypeError):
-        before = read_json_and_check(path)[0]
-        if before["results"].keys() - card["results"].keys() or before["data"]["images"] > card["data"]["images"]:
-            kept = path.with_name(f"{path.stem}_previous.json")
-            path.replace(kept)
-            display.note(f"the card that was there, of more attacks or images, is kept as {kept}")
+def keep_previous(path: Path, card: dict[str, Any], saved: Path) -> None:
+    """A card that took longer is not lost to one that was asked less: it stays as NAME_previous.json (then
+    NAME_previous_2.json and so on), with its saved examples."""
+    try:
+        before = read_json(path)
+        more = before["results"].keys() - card["results"].keys() or before["data"]["images"] > card["data"]["images"]
+    except (UserError, KeyError, TypeError, AttributeError):
+        return  # no card, or one that can't be believed
+    if not more:
+        return
+    kept, number = path.with_name(f"{path.stem}_previous.json"), 1
+    while kept.exists():
+        number += 1
+        kept = path.with_name(f"{path.stem}_previous_{number}.json")
+    if before.get("adversarial") and saved.exists():
+        before["adversarial"] = f"{kept.stem}_adversarial.npz"
+        saved.replace(path.with_name(before["adversarial"]))
+    write_card(kept, before)
+    display.note(f"the card that was there, of more attacks or images, is kept as {kept}")
 
 
 def write_card(path: Path, card: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any, overload
 
@@ -90,9 +89,12 @@ def train(
 
 
 def free_folder(recipe: Recipe, preset: str | None, resume: bool) -> Path:
-    """runs/NAME; where a run is there already and is not to go on, runs/NAME_2 and so on."""
-    name, resume = default_name(recipe, preset), resume or processes.launched() > 1
-    names = (name if number == 1 else f"{name}_{number}" for number in count(1))
-    folder = next(Path("runs") / name for name in names if resume or not (Path("runs") / name).exists())
+    """runs/NAME, runs/NAME_2 and so on: the first that is free or, where a run is to go on, the last that is not. Of
+    several processes all must name the same: they take the first."""
+    first = Path("runs") / default_name(recipe, preset)
+    folders = [first]
+    while processes.launched() == 1 and folders[-1].exists():
+        folders.append(first.with_name(f"{first.name}_{len(folders) + 1}"))
+    folder = folders[-2] if resume and len(folders) > 1 else folders[-1]
     display.note(f"the run goes to {folder}")
     return folder

@@ -20,7 +20,7 @@ def describe_environment() -> dict[str, str | int]:
         "torch": torch.__version__,
         "numpy": version("numpy"),
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})",  # which kernels it chose
         "cpus": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda or "none" if cuda else "none",

@@ -29,7 +29,7 @@ from moatlab.precision import DTYPES, Autocast, full_precision, left_as_found
 from moatlab.randomness import key
 from moatlab.recipe import parse_eps
 from moatlab.redflags import Flag
-from moatlab.suitability import channels_last_copy, check_input, check_model, check_norm, device_of
+from moatlab.suitability import as_tensor, channels_last_copy, check_input, check_model, check_norm, device_of
 
 STANDING, CLEAN = 0, 1  # verdicts; from 2 on, the number of the member attack that broke the example, plus 2
 CHUNK_IMAGES, CHUNK_BYTES = 1000, 2**26
@@ -86,7 +86,7 @@ def evaluate(
     names = check_names(attacks)
     check_norm(norm)
     eps = parse_eps(USUAL_EPS[norm], norm) if eps is None else eps
-    x, y = torch.as_tensor(x), torch.as_tensor(y)  # arrays will do, too
+    x, y = as_tensor(x), as_tensor(y)
     check_input(x, y, eps, norm, examples)
     if precision not in DTYPES:
         raise UserError(f"the precision must be one of {', '.join(DTYPES)}, not '{precision}'")
@@ -116,7 +116,7 @@ def evaluate(
 
 def merged(parts: Sequence[Evaluation]) -> Evaluation:
     """One evaluation of a data set, from those of its parts in their order. What the red flags go by besides verdicts
-    was measured on the first images, which are in the first part."""
+    and labels was measured on the first images, which are in the first part."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -128,6 +128,8 @@ def merged(parts: Sequence[Evaluation]) -> Evaluation:
         | {"seconds": max(part.cost[name]["seconds"] for part in parts)}
         for name in first.cost
     }
+    labels = [sum(counts) for counts in zip(*(part.measured["labels"] for part in parts), strict=True)]
+    measured = first.measured | {"labels": labels}
     starts = [sum(part.settings["images"] for part in parts[:number]) for number in range(len(parts))]
     adversarial = {
         name: [(rows + start, points) for part, start in zip(parts, starts, strict=True)
@@ -140,8 +142,8 @@ def merged(parts: Sequence[Evaluation]) -> Evaluation:
         robust=robust,
         broken_by=broken_by,
         cost=cost,
-        flags=redflags.judge(first.measured, accuracy, broken_by, audited(broken_by)),
-        measured=first.measured,
+        flags=redflags.judge(measured, accuracy, broken_by, audited(broken_by)),
+        measured=measured,
         settings=first.settings | {"images": len(robust["clean"])},
         adversarial=adversarial,
     )
@@ -291,6 +293,7 @@ class _Job:
         progress.looking_for_red_flags()
         sample = slice(0, self.sample)
         draws = Draws(self.seed, self.examples[sample])
+        self.measured["labels"] = self.y.bincount(minlength=self.classes).tolist()
         self.measured |= redflags.measure(
             self.attacked, self.images(sample), self.y[sample], eps=self.eps, norm=self.norm, draws=draws
         )

@@ -38,7 +38,7 @@ class Partial:
         if self.folder is None:
             return None
         if not (self.folder / "state.json").exists():
-            for leftover in self.folder.glob("*.npz"):  # of an evaluation that was killed while it cleared up
+            for leftover in self.folder.glob("found-*.npz"):  # of an evaluation that was killed while it cleared up
                 leftover.unlink()
             return None
         content = read_json(self.folder / "state.json")

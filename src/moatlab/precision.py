@@ -83,11 +83,13 @@ def precision_switches() -> list[tuple[Any, str, Any]]:
 
 @contextmanager
 def left_as_found(device: torch.device, threads: int | None = None) -> Iterator[None]:
-    """`threads` threads inside; afterwards their number and PyTorch's global random numbers are as they were."""
+    """`threads` threads inside; afterwards their number and PyTorch's global random numbers are as they were, those of
+    all GPUs (which `torch.manual_seed` sets) included, if they are in use or `device` is one."""
     before = torch.get_num_threads()
+    in_use = device.type == "cuda" or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     torch.set_num_threads(threads or before)
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if in_use else []):
             yield
     finally:
         torch.set_num_threads(before)

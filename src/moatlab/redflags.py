@@ -68,7 +68,6 @@ def measure(probe: Probe, x: Tensor, y: Tensor, *, eps: float, norm: Norm, draws
     single = fgsm(probe, x, y, eps=eps, norm=norm)
     return {
         "sample": len(x),
-        "guessing": y.bincount().max().item() / len(y),
         "clean": right.float().mean().item(),
         "zero_gradients": zero.sum().item() / max(right.sum().item(), 1),
         "fgsm": (~is_wrong(probe.logits(single), y)).float().mean().item(),
@@ -95,9 +94,9 @@ def judge(
     strong = [(accuracy[name], name) for name in STRONG if name in accuracy and "fgsm" in accuracy]
     strongest, strong_name = min(strong or [(ladder[1], "pgd20")])
 
-    right = broken_by["clean"].count(None)
-    if wilson(right, count)[0] <= measured["guessing"]:
-        guessed = f"guessing {100 * measured['guessing']:.1f} %"
+    right, guessing = broken_by["clean"].count(None), max(measured["labels"]) / count
+    if wilson(right, count)[0] <= guessing:
+        guessed = f"guessing {100 * guessing:.1f} %"
         raised.append(("no-better-than-guessing", f"{_of('clean', right / count)}, {guessed}"))
     broken, left = _only_square(broken_by)
     if broken > 0.002 * count:

@@ -23,6 +23,8 @@ from moatlab.errors import Damaged, UserError
 from moatlab.files import atomic, locked, read_json, read_whole, remove_leftovers, write_json
 from moatlab.recipe import Recipe, load_recipe, option_name
 
+LOGS = {".log", ".txt", ".out", ".err"}  # a job's own output may stand in the run's folder
+
 
 @dataclass
 class RunRecord:
@@ -162,7 +164,8 @@ class RunFolder:
             raise UserError(f"--out {self.path} holds a run already; continue it with --resume, or name another folder")
         if not holds_a_run and self.path.exists():
             files = {path.name for path in (self.recipe, self.metrics, self.events)}  # of a start that was killed
-            strangers = [path.name for path in self.path.iterdir() if path.name[0] != "." and path.name not in files]
+            there = [path for path in self.path.iterdir() if path.name[0] != "." and path.name not in files]
+            strangers = [path.name for path in there if path.is_dir() or path.suffix not in LOGS]
             if strangers:
                 raise UserError(f"--out {self.path} holds other files ({min(strangers)}); name a folder for the run")
         if holds_a_run:

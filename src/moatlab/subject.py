@@ -69,7 +69,7 @@ def load_subject(
         own_data = load_recipe(target / "recipe.toml").data  # of a folder of images the weights know the name only
     if data is None and not isinstance(own_data, str):
         raise UserError(f"{target or model_name} does not say which images it is for; name them with --data")
-    if data is None and str(own_data) not in KNOWN_SIZES and not Path(str(own_data)).exists():
+    if data is None and str(own_data) not in KNOWN_SIZES and not Path(str(own_data)).expanduser().exists():
         raise UserError(f"{target} was trained on {own_data}, which is not here; say where its images are with --data")
     images = read_images(data or str(own_data), data_dir)
     if data in (None, own_data) and description.get("data_sha256") not in (None, images.sha256):

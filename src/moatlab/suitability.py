@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,13 @@ from moatlab.attacks.probe import Probe
 from moatlab.display import note
 from moatlab.errors import UserError
 from moatlab.models import users_code
+
+
+def as_tensor(given: Any) -> Tensor:
+    """Arrays will do, too; float64 is what NumPy makes of bytes / 255, and no network's type."""
+    if isinstance(given, np.ndarray):
+        given = np.ascontiguousarray(given, np.float32 if given.dtype == np.float64 else None)
+    return torch.as_tensor(given)
 
 
 def check_norm(norm: str) -> None:

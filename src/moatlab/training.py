@@ -17,7 +17,7 @@ from moatlab.continuation import keep_progress, new_record, take_up
 from moatlab.cost import Cost
 from moatlab.data import Images
 from moatlab.environment import keep_freed_memory
-from moatlab.errors import Interrupted, NotWritten, RunFailed
+from moatlab.errors import Interrupted, NotWritten, RunFailed, UserError
 from moatlab.guards import Guard
 from moatlab.interrupts import Caught, signals_caught
 from moatlab.logbook import Logbook, announce
@@ -62,6 +62,8 @@ def train(
     processes.from_first(lambda: folder.check(recipe, resume=resume))
     finished = processes.from_first(lambda: folder.finished_record(recipe) if resume else None)
     if finished:
+        if images is not None and finished.data["sha256"] != images.sha256:
+            raise UserError(f"{folder.path} is a finished run on other images; name another folder")
         display.note(f"{folder.path} is already finished")
         if model is not None:
             set_weights(model, processes.from_first(lambda: read_weights(folder.path)[0]), folder.path)

@@ -62,7 +62,7 @@ class Probe:
                     (gradient,) = torch.autograd.grad(total, part, materialize_grads=True)
                 else:  # a model that nothing can be differentiated through has no slope to follow
                     gradient = torch.zeros_like(part)
-                gradients.append(gradient.nan_to_num_(0, 0, 0))  # no direction to follow there
+                gradients.append(gradient.nan_to_num(0, 0, 0))  # no direction to follow there
                 answers.append(logits.detach())
                 self.gradients += len(part)
         return joined(gradients), joined(answers)

@@ -26,7 +26,7 @@ from moatlab.data import Images
 from moatlab.data.cifar import Pixels
 from moatlab.display import Bar, warn
 from moatlab.errors import UserError
-from moatlab.randomness import generator
+from moatlab.randomness import generator, key
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 SMALLEST_STD = 1e-4  # a constant channel must not divide by zero
@@ -74,7 +74,8 @@ class OnDisk:
 
 def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
     """The folder as a data set, with channel statistics of its own training images: FOLDER/train/CLASS/IMAGE and
-    FOLDER/test/CLASS/IMAGE, or FOLDER/CLASS/IMAGE, of which a tenth is set apart for testing by a fixed draw.
+    FOLDER/test/CLASS/IMAGE, or FOLDER/CLASS/IMAGE, of which about a tenth is set apart for testing. Which ones, their
+    names decide, so that images that come or go later turn no image that was trained on into a test image.
 
     Images come in a fixed shuffled order, because on disk they are sorted by class: the last ones for training will be
     held out, and the first ones for testing are what `--n` takes. With `stream` those for training stay on the disk; if
@@ -92,10 +93,12 @@ def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
             raise UserError(f"{folder / 'test'} has a class {strangers[0]!r} that {top} does not have")
         tested = _shuffled(_list_images(folder / "test", classes), "folder test order")
     else:
-        tested, listed = listed[: max(len(listed) // 10, 1)], listed[max(len(listed) // 10, 1) :]
+        tested = [image for image in listed if _draw(image[0]) < 0.1] or [min(listed, key=lambda one: _draw(one[0]))]
+        listed = [image for image in listed if image not in set(tested)]
         note = f"{len(tested):,} of its images are set apart for testing"
     for part, images in (("training", listed), ("test", tested)):
-        if missing := [name for label, name in enumerate(classes) if label not in {own for _, own in images}]:
+        shown = {label for _, label in images}
+        if missing := [name for label, name in enumerate(classes) if label not in shown]:
             warn(f"{folder}: no {part} image is of the class {missing[0]!r}")
     first = min(path for path, _ in listed)
     mode = _common_mode([path for path, _ in sorted(listed) + sorted(tested)])
@@ -144,6 +147,11 @@ def _class_folders(folder: Path) -> list[str]:
     if not names:
         raise UserError(f"{folder} is empty; give it one folder of images for each class")
     return names
+
+
+def _draw(path: Path) -> float:
+    """From 0 to 1, by the names of the class and of the file."""
+    return key(0, f"test image {path.parent.name}/{path.name}") / 2**64
 
 
 def _shuffled(images: list[tuple[Path, int]], purpose: str) -> list[tuple[Path, int]]:

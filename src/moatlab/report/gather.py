@@ -98,13 +98,13 @@ def _view(folder: Path, images: ReadImages, data_dir: Path | None, trust_model_c
     view.record = _read(view, lambda: _read_record(run))
     view.metrics = _read(view, lambda: _read_metrics(run, view.record)) or []
     view.events = _read(view, run.read_events) or []
-    weights, data = _read(view, lambda: _checksums(folder)) or (None, None)
+    identity = _read(view, lambda: _identity(folder))
     for path in (folder / "eval.json", folder / "eval_aa.json"):
-        if path.exists() and (card := _read(view, partial(_read_card, path, weights, data, view.recipe))):
+        if path.exists() and (card := _read(view, partial(_read_card, path, identity, view.recipe))):
             view.cards.append(card)
-    if weights and view.record and view.record.status == "finished":  # or it is still changing
+    if identity and view.record and view.record.status == "finished":  # or it is still changing
         path = folder / "portrait.json"
-        view.portrait = _known_portrait(path, weights)
+        view.portrait = _known_portrait(path, identity[0])
         if view.portrait is None:
             view.portrait = _read(view, lambda: _draw(view, path, images, data_dir, trust_model_code))
     return view
@@ -133,21 +133,26 @@ def _read_metrics(run: RunFolder, record: RunRecord | None) -> list[dict[str, An
     return metrics
 
 
-def _checksums(folder: Path) -> tuple[str, str]:
-    """Of the model's file and of its data, as cards and portraits name them. No code is run for it."""
+def _identity(folder: Path) -> tuple[str, str, str]:
+    """The checksum of the model's file, what builds it, and the checksum of its data, as cards and portraits name them.
+    No code is run for it."""
     description = read_weights(folder)[1]
-    return description["sha256"], description["data_sha256"]
+    weights, model, data = (description.get(name) for name in ("sha256", "model", "data_sha256"))
+    if not (weights and model and data):
+        raise UserError(f"the model in {folder} was not written by a run of moatlab")
+    return weights, model, data
 
 
-def _read_card(path: Path, weights: str | None, data: str | None, recipe: Recipe | None) -> dict[str, Any]:
+def _read_card(path: Path, identity: tuple[str, str, str] | None, recipe: Recipe | None) -> dict[str, Any]:
     """A card whose numbers may stand beside those of other runs: of this very model, on its own test images, under the
     run's own threat."""
     card = read_json(path)
     if not fits(card, Card):
         raise UserError(f"{path} is not a card that moat eval wrote")
-    if weights is None:
+    if identity is None:
         raise UserError(f"{path} is left out: whether it is of this run's model can't be told")
-    if card["subject"]["weights"] != weights:
+    weights, model, data = identity
+    if (card["subject"]["weights"], card["subject"]["model"]) != (weights, model):
         raise UserError(f"{path} is of another model than this run's; evaluate it again")
     if card["data"]["sha256"] != data:
         raise UserError(f"{path} is left out: it is on other images than the run's own")
@@ -208,6 +213,7 @@ class Counted(TypedDict):
 
 class Named(TypedDict):
     weights: str
+    model: str
 
 
 class Card(TypedDict):
