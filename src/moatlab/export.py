@@ -212,7 +212,7 @@ def model_card(it: Exported, kind: str) -> str:
     lines += [
         "---", "", f"# `{method}` on {data}", "",
         f"An image classifier that was trained to be robust ({it.threat}) by `{method}`, with "
-        "[moatlab](https://pypi.org/project/moatlab/). It takes images in [0, 1], "
+        "moatlab. It takes images in [0, 1], "
         f"{shape[1]}x{shape[0]} with {shape[2]} channels, without normalisation, and returns "
         f"{description['classes']} logits.", "",
     ]  # fmt: skip

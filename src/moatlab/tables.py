@@ -12,8 +12,9 @@ TITLES = {"rows": "The last epoch, as in the paper", "best_rows": "The best epoc
 MARKS = {"holds": "holds", "does not hold": "does not hold", "not decided": "not decided at this scale"}
 EXPLAINED = (
     "Accuracy in %: the mean and, behind ±, the standard deviation over seeds; below, the paper's and the difference. "
-    "Time / fgsm goes by the median epoch of each stage, so that pauses do not count; of the paper's minutes, from "
-    "another machine, only that ratio compares. In the claims, ± is half of the 95 % interval of a difference."
+    "Time / fgsm goes by the median epoch of each stage, so that pauses do not count; the paper's minutes come from "
+    "another machine, and only their ratios can be compared with ours. In the claims, ± is half of the 95 % interval "
+    "of a difference."
 )
 
 

@@ -1,4 +1,4 @@
-"""`make soak`: the faults of tests/faults in great numbers. Writes docs/results/reliability.json; about 40 minutes."""
+"""`make soak`: the faults of tests/faults in great numbers. Writes docs/results/reliability.json; about an hour."""
 
 from __future__ import annotations
 

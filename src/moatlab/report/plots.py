@@ -172,7 +172,7 @@ def _plot_table(axes: Axes, result: dict[str, Any]) -> None:
             passes, 100 * column["mean"], yerr=error, fmt=MARKERS[number % len(MARKERS)], capsize=3, markersize=8,
             color=COLOURS[number % len(COLOURS)], label=label,
         )  # fmt: skip
-    _dress(axes, "cost: passes over the training set", "accuracy under AutoAttack (%)", "")
+    _dress(axes, "cost: passes over the training set (equal costs side by side)", "accuracy under AutoAttack (%)", "")
     axes.set_xlim(left=0)
     axes.figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
 
