@@ -182,6 +182,7 @@ def test_of_a_run_only_what_a_table_or_figure_shows_is_evaluated(moat, alone):
     assert figure["images"] == {"clean": 1000, "fgsm": 1000, "pgd7": 1000}
     assert {claim["name"]: claim["verdict"] for claim in figure["claims"]}["fgsm-collapses"] == "does not hold"
     assert "PGD7" in (alone / "sweep" / "figure1a.md").read_text()
+    assert (alone / "sweep" / "figure1a.html").read_text().count('<img class="figure"') == 1
     assert runs["figure3a"]["last"] == runs["table2a"]["last"] == runs["table2a"]["best"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import time
 from collections.abc import Callable
@@ -187,13 +188,15 @@ def reproduce(
     )  # fmt: skip
     name = sweep.experiment.name
     write_result(out, result)
+    picture = None
     if outcomes:
-        plot_result(out / f"{name}.png", result)
         plot_result(out / f"{name}.pdf", result)
+        plot_result(out / f"{name}.png", result)
+        picture = base64.b64encode((out / f"{name}.png").read_bytes()).decode()
     shown = [out / job.name for job in sweep.jobs if job.recipe.seed == 0 and RunFolder(out / job.name).record.exists()]
     write_report(
         shown, out / f"{name}.html", data_dir=data_dir, trust_model_code=sweep.jobs[0].recipe.names_code,
-        title=f"{name}: {sweep.experiment.title}", top=for_page(result),
+        title=f"{name}: {sweep.experiment.title}", top=for_page(result) | {"picture": picture},
     )  # fmt: skip
     if failures:
         raise RunFailed(

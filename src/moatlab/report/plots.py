@@ -184,6 +184,11 @@ def _plot_curves(axes: Axes, result: dict[str, Any]) -> None:
         lines = run["history"]
         axes.plot([line["epoch"] for line in lines], [100 * line["pgd7"] for line in lines], color=colour, linewidth=2,
                   alpha=1.0 if first else 0.5, label=run["method"] if first else None)  # fmt: skip
+        for line in lines:
+            if line["epoch"] == run["collapsed_at"]:
+                axes.plot(line["epoch"], 100 * line["pgd7"], "x", color=colour, markersize=12, markeredgewidth=2)
+    if any(run["collapsed_at"] for run in result["runs"]):
+        axes.plot([], [], "x", color="#444444", markersize=8, markeredgewidth=2, label="collapsed from here on")
     _dress(axes, "epoch", "PGD-7 accuracy on the watched images (%)", "")
     axes.legend(frameon=False, fontsize=8)
 
