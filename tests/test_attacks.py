@@ -97,6 +97,8 @@ def test_full_precision_switches_shortened_arithmetic_off_and_back_whichever_way
                 assert torch.equal(a @ b, exact)
                 for switch in (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul):
                     assert switch.fp32_precision == "ieee"
+                with backends.cudnn.flags(enabled=False):  # as a user's model may have it
+                    assert torch.equal(a @ b, exact)
             assert getattr(place, name) == value
         finally:
             setattr(place, name, before)

@@ -71,3 +71,13 @@ def test_floats_keep_the_memory_order_of_the_bytes():
     assert floats.shape == (4, 3, 5, 6)
     assert floats.is_contiguous(memory_format=torch.channels_last)
     assert floats.max() <= 1
+
+
+def test_the_numbers_of_a_batch_are_not_fetched_from_the_device_that_trains():
+    """Images that lie in the memory of the CPU are chosen there: asking an accelerator would wait for its last step."""
+    x, y = numbered()
+    images, labels = Batches(x, y.to("meta"), 16, augment=False, seed=0).at(1)  # a device that can't be asked
+    assert images.device.type == labels.device.type == "meta"
+    assert Batches(x, y.to("meta"), 16, augment=False, seed=0).numbers(1).tolist() == Batches(
+        x, y, 16, augment=False, seed=0
+    ).at(1)[1].tolist()  # fmt: skip

@@ -21,6 +21,7 @@ from moatlab.errors import UserError
 from moatlab.methods import STAGES, Stage
 from moatlab.models import BUILT_IN, build_model
 from moatlab.models.weights import read_weights
+from moatlab.preparation import choose_device
 from moatlab.recipe import make_recipe
 from moatlab.stages import BATCH_STAGES, Context, stage_loss
 from moatlab.subject import model_sha256
@@ -332,3 +333,16 @@ def test_a_stages_name_must_be_free_and_plain():
         assert str(moatlab.parse_method("blank | pgd:2")) == "blank | pgd:2"
     finally:
         del STAGES["blank"], BATCH_STAGES["blank"]
+
+
+def test_a_gpu_without_a_number_is_given_one_and_several_processes_take_their_own(monkeypatch):
+    """The logic only; there need be no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert [str(choose_device(name)) for name in ("auto", "cuda", "cuda:1")] == ["cuda:2", "cuda:2", "cuda:1"]
+    with pytest.raises(UserError, match="no such device"):
+        choose_device("cuda:4")
+    monkeypatch.setattr("moatlab.processes.launched", lambda: 4)
+    monkeypatch.setattr("moatlab.processes.number_on_this_machine", lambda: 3)
+    assert str(choose_device("auto")) == "cuda:3"

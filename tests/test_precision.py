@@ -10,7 +10,7 @@ import moatlab
 from moatlab import guards
 from moatlab.attacks import fgsm
 from moatlab.attacks.probe import Probe
-from moatlab.errors import RunFailed
+from moatlab.errors import RunFailed, UserError
 from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.precision import Autocast, choose_precision
 from moatlab.preparation import prepare
@@ -21,6 +21,11 @@ from moatlab.training import train
 def test_auto_is_full_precision_on_a_cpu():
     assert choose_precision("auto", torch.device("cpu")) == "fp32"
     assert choose_precision("bf16", torch.device("cpu")) == "bf16"
+
+
+def test_fp16_is_refused_where_its_gradients_cannot_be_scaled():
+    with pytest.raises(UserError, match="use bf16 or fp32"):
+        choose_precision("fp16", torch.device("mps"))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

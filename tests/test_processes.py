@@ -144,6 +144,7 @@ def test_a_signal_to_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path, data):
     [
         (["--batch-size", "15"], "--batch-size 15 can't be shared equally by 2 processes; choose a multiple of 2"),
         (["--recipe", "recipe.toml"], "the processes were given different recipes"),
+        (["--model", "idle:Net"], "its answer does not depend on head.weight"),
     ],
 )
 def test_what_two_processes_cannot_do_is_refused_in_one_sentence(tmp_path, data, changed, says):
@@ -153,6 +154,15 @@ def test_what_two_processes_cannot_do_is_refused_in_one_sentence(tmp_path, data,
         "if os.environ.get('RANK') == '1': os.chdir('other')\n"
     )  # fmt: skip
     (tmp_path / "other").mkdir()
+    for folder in (tmp_path, tmp_path / "other"):
+        (folder / "idle.py").write_text(
+            "from torch import nn\n"
+            "class Net(nn.Sequential):\n"
+            "    def __init__(self, num_classes):\n"
+            "        super().__init__(nn.Flatten(), nn.Linear(192, num_classes))\n"
+            "        self.head = nn.Linear(2, 2)\n"
+            "    def forward(self, x): return self[1](self[0](x))\n"
+        )
     (tmp_path / "recipe.toml").write_text("lr = 0.1\n")
     (tmp_path / "other" / "recipe.toml").write_text("lr = 0.2\n")
     code, out, err = ended(torchrun(tmp_path, *options(data), *changed))

@@ -293,3 +293,21 @@ def test_the_model_is_as_found_even_when_the_attack_fails():
         stage_loss(parse_method("fgsm").stages[0], context(model, bn="eval"), images(), labels() + 100)
     assert all(m.training for m in model.modules())
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize(
+    "spec", ["standard", "mixup", "cutmix", "fgsm", "fast", "nfgsm", "pgd:3", "kim:3", "gradalign:0.2"]
+)
+def test_no_stage_waits_for_its_device(spec, norm):
+    """On the device `meta` tensors have no values: whoever asks for one, as an accelerator would have to wait for,
+    meets an error."""
+    model = small_network().to("meta").to(memory_format=torch.channels_last)
+    x = torch.empty(SHAPE, device="meta").contiguous(memory_format=torch.channels_last)
+    y = torch.empty(SHAPE[0], dtype=torch.int64, device="meta")
+    (stage,) = parse_method(spec).stages
+    loss = stage_loss(stage, Context(model, model, EPS, draws(), CLASSES, norm=norm), x, y)
+    loss.backward()
+    assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
+    with pytest.raises(RuntimeError):
+        loss.item()

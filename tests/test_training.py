@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from moatlab.preparation import split
 from moatlab.recipe import make_recipe
 from moatlab.runfolder import RunFolder
 from moatlab.sgd import Sgd
-from moatlab.training import train
+from moatlab.training import Run, train
 
 METHODS = [
     "standard", "fgsm", "fast", "nfgsm", "pgd:2", "pgd:7", "gradalign", "kim", "moat:2", "moat:5", "imoat:1,2,3",
@@ -227,6 +228,37 @@ def test_our_sgd_is_pytorchs_bit_for_bit(momentum):
             optimizer.found_inf = torch.tensor(float(step == 1))  # the second step is to do nothing
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_where_no_fused_kernel_looks_for_infinities_sgd_does_so_itself(monkeypatch):
+    monkeypatch.setattr("moatlab.sgd.FUSED", ())
+    torch.manual_seed(0)
+    ours = torch.nn.Linear(5, 3)
+    theirs = copy.deepcopy(ours)
+    optimizer, plain = Sgd(ours.parameters(), **SGD), torch.optim.SGD(theirs.parameters(), **SGD)
+    for infinite in (False, True, False):
+        x = torch.rand(8, 5)
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        optimizer.found_inf = torch.tensor(float(infinite))
+        optimizer.step()
+        if not infinite:
+            plain.step()
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_the_time_of_a_look_is_time_of_training(small, tmp_path, monkeypatch):
+    """An accelerator does most of its work while it is looked at."""
+    look = Run.look
+
+    def slow(run):
+        time.sleep(2)
+        look(run)
+
+    monkeypatch.setattr(Run, "look", slow)
+    record = train(small("standard", epochs=1), tmp_path / "run", max_steps=1)
+    assert record.train_seconds >= 2
 
 
 def test_sgd_after_a_resume_equals_sgd_without_one(tmp_path):

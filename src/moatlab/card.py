@@ -66,7 +66,7 @@ def evaluate_subject(
         raise UserError(f"{count} images are too few for {processes.count()} processes")
     warn_of_sorted(images, count)
     device = device_of(subject.model, torch.empty(0))
-    environment = describe_environment() | {"device": str(device)}
+    environment = describe_environment(device) | {"device": str(device)}
     identity = {
         "model": subject.sha256, "factory": subject.source["model"], "data": images.sha256,
         "moatlab": environment["moatlab"], "torch": environment["torch"], "threads": environment["threads"],

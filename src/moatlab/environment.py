@@ -8,9 +8,14 @@ import platform
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
-def describe_environment() -> dict[str, str | int]:
+def describe_environment(device: torch.device | None = None) -> dict[str, str | int]:
+    """`device`: which GPU is meant, if it is one; the current one otherwise."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -24,7 +29,7 @@ def describe_environment() -> dict[str, str | int]:
         "cpus": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda or "none" if cuda else "none",
-        "gpu": torch.cuda.get_device_name() if cuda else "none",
+        "gpu": torch.cuda.get_device_name(device if device and device.type == "cuda" else None) if cuda else "none",
     }
 
 

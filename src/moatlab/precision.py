@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from moatlab.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # GradScaler starts at 65536, which is 512 for an example in a batch of 128, and goes down where that overflows. An
@@ -16,6 +18,8 @@ ATTACK_SCALE = 256.0
 
 
 def choose_precision(name: str, device: torch.device) -> str:
+    if name == "fp16" and device.type == "mps":
+        raise UserError("--precision fp16 needs gradients to be scaled, which --device mps can't do; use bf16 or fp32")
     if name != "auto":
         return name
     # Not torch.cuda.is_bf16_supported(), which says yes to GPUs that only imitate it.
@@ -72,24 +76,34 @@ def full_precision() -> Iterator[None]:
 
 
 def precision_switches() -> list[tuple[Any, str, Any]]:
-    """What to set, where, for plain float32. PyTorch must not be asked in its old way where it was told in its new."""
+    """What to set, where and in this order, for plain float32; and back in the same order.
+
+    From PyTorch 2.9 on there is a new way, and whoever asks in the old one where the two differ meets an error:
+    `torch.backends.cudnn.flags`, say, inside a user's model. So the old one is set first, where it can be read.
+    """
     backends: Any = torch.backends
+    old = [(backends.cudnn, "allow_tf32", False)]
     if not hasattr(backends.cuda.matmul, "fp32_precision"):
-        return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
+        return [(backends.cuda.matmul, "allow_tf32", False), *old]
+    try:
+        _ = backends.cudnn.allow_tf32
+    except RuntimeError:
+        old = []
     cuda = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     cpu = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
-    return [(place, "fp32_precision", "ieee") for place in cuda + cpu]
+    return [*old, *((place, "fp32_precision", "ieee") for place in cuda + cpu)]
 
 
 @contextmanager
 def left_as_found(device: torch.device, threads: int | None = None) -> Iterator[None]:
-    """`threads` threads inside; afterwards their number and PyTorch's global random numbers are as they were, those of
-    all GPUs (which `torch.manual_seed` sets) included, if they are in use or `device` is one."""
+    """`threads` threads inside, and `device`, if it is a GPU, the current one; afterwards both, and PyTorch's global
+    random numbers, are as they were, those of all GPUs (which `torch.manual_seed` sets) included."""
     before = torch.get_num_threads()
     in_use = device.type == "cuda" or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     torch.set_num_threads(threads or before)
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if in_use else []):
+        chosen = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if in_use else []), chosen:
             yield
     finally:
         torch.set_num_threads(before)

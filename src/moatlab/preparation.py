@@ -139,6 +139,8 @@ def choose_device(name: str) -> torch.device:
         raise UserError(
             f"--device {name}: this machine, or this build of PyTorch, has no such device; use --device cpu"
         )
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
@@ -196,10 +198,19 @@ def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int) 
         output = model(images)
     size = recipe.batch_size // processes.count()
     in_batches = f"{images_of} in batches of {size}"
-    with users_code(f"--model {recipe.model} can't train on {in_batches}"), torch.no_grad():
-        copy.deepcopy(model)(images[:size])  # a copy, because BatchNorm would learn from it
+    twin = copy.deepcopy(model)  # because BatchNorm would learn from it
+    with users_code(f"--model {recipe.model} can't train on {in_batches}"), torch.enable_grad():
+        answer = twin(images[:size])
     if isinstance(output, Tensor) and (output >= 0).all() and ((output.sum(-1) - 1).abs() < 1e-3).all():
         warn(f"--model {recipe.model} seems to return probabilities; it should return logits, without a softmax")
     shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if shape != (2, classes):
         raise UserError(f"--model {recipe.model} returns {shape} for two images; {classes} classes need {(2, classes)}")
+    if processes.count() > 1:  # who would wait for the gradients of all parameters
+        trained = {name: parameter for name, parameter in twin.named_parameters() if parameter.requires_grad}
+        found = torch.autograd.grad(answer.sum(), list(trained.values()), allow_unused=True)
+        if idle := [name for name, gradient in zip(trained, found, strict=True) if gradient is None]:
+            raise UserError(
+                f"--model {recipe.model}: its answer does not depend on {idle[0]}, and several processes can't train "
+                "that; call requires_grad_(False) on it"
+            )

@@ -89,7 +89,7 @@ def connect() -> None:
         store, rank, size = next(iter(rendezvous("env://")))
         # After a restart PyTorch's store still holds the addresses of processes that are gone: these get new names.
         store = dist.PrefixStore(f"moatlab {restarts()}", store)  # type: ignore[attr-defined]
-        kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         dist.init_process_group(kind, timeout=PATIENCE, store=store, rank=rank, world_size=size)
 
 

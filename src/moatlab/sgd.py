@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
+FUSED = ("cpu", "cuda")  # where the fused kernel is known to look at `found_inf`
+
 
 class Sgd:
     """v <- momentum v + (gradient + weight_decay p), p <- p - lr v: torch.optim.SGD(fused=True), bit for bit.
@@ -35,12 +37,15 @@ class Sgd:
     @torch.no_grad()
     def step(self) -> None:
         pairs = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        fused = all(parameter.device.type in FUSED for parameter, _ in pairs)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if not fused and found_inf is not None and bool(found_inf):
+            return
         sgd(
             [parameter for parameter, _ in pairs],
             [gradient for _, gradient in pairs],
             [self.velocity.get(parameter) for parameter, _ in pairs],
             lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, dampening=0, nesterov=False,
-            maximize=False, fused=True, grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+            maximize=False, fused=fused, grad_scale=scale if fused else None, found_inf=found_inf if fused else None,
         )  # fmt: skip
         torch.clear_autocast_cache()  # or a model with an autocast of its own might go on with the weights of before

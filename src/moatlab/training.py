@@ -194,11 +194,15 @@ class Run:
             planned = session.method.stage_at(step // session.steps_per_epoch, recipe.epochs).step_cost
             progress.healing_cost += counted + planned * -1
         progress.step += 1
-        seconds = time.perf_counter() - begun
-        progress.epoch_seconds += seconds
-        progress.train_seconds += seconds
         if self.guard.is_time_to_look(step):
             self.look()
+        self.add_seconds(begun)
+
+    def add_seconds(self, begun: float) -> None:
+        """To the time of training: also that of a look, in which an accelerator does what it was given before."""
+        seconds = time.perf_counter() - begun
+        self.progress.epoch_seconds += seconds
+        self.progress.train_seconds += seconds
 
     def look(self) -> None:
         """Nothing is measured or saved once a weight or a running statistic is not a number."""
@@ -236,7 +240,9 @@ class Run:
     def end_epoch(self) -> None:
         """Measure the watched images, write the epoch's line, act where robustness is lost, save."""
         session, recipe, progress = self.session, self.session.recipe, self.progress
+        begun = time.perf_counter()
         self.look()
+        self.add_seconds(begun)
         if progress.epoch_skipped == session.steps_per_epoch:
             raise self.failure(f"every step of epoch {progress.epochs_logged + 1} was skipped")
         epoch = progress.epochs_logged

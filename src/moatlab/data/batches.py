@@ -39,18 +39,17 @@ class Batches:
         """The batch of a step, or this process's part of it: images as float32 in [0, 1], shape (B, C, H, W), channels
         last in memory."""
         part = processes.share(self.batch_size)
-        chosen = self.numbers(step)[part]
-        images = self.x[chosen.to(self.x.device)] if isinstance(self.x, Tensor) else self._decoded(step)
-        images = images.to(self.y.device, non_blocking=True)
+        images = self.x[self.numbers(step, self.x.device)[part]] if isinstance(self.x, Tensor) else self._decoded(step)
+        images = images.to(self.y.device, non_blocking=self.y.device.type == "cuda")  # others may not keep the source
         if self.augment:
             draws = generator(self.seed, "augment", step, device=self.y.device)
             images = crop_and_flip(images, *(whole[part] for whole in shifts(self.batch_size, draws)))
-        return as_floats(images), self.y[chosen]
+        return as_floats(images), self.y[self.numbers(step, self.y.device)[part]]
 
-    def numbers(self, step: int) -> Tensor:
+    def numbers(self, step: int, device: torch.device | str = "cpu") -> Tensor:
         """Which of the training images are in the batch of a step."""
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = epoch_order(len(self.y), self.seed, epoch, self.y.device)
+        order = epoch_order(len(self.y), self.seed, epoch, device)
         return order[position * self.batch_size : (position + 1) * self.batch_size]
 
     def close(self) -> None:
@@ -61,14 +60,15 @@ class Batches:
         if not self.ahead or self.ahead[0].next_step != step:
             assert isinstance(self.x, OnDisk)
             part = processes.share(self.batch_size)
-            self.ahead[:] = [Ahead(self.x, lambda at: self.numbers(at)[part].tolist(), step)]
+            pin = self.y.device.type == "cuda"
+            self.ahead[:] = [Ahead(self.x, lambda at: self.numbers(at)[part].tolist(), step, pin)]
         return self.ahead[0].take()
 
 
 class Ahead:
     """One batch after another from the disk, decoded ahead by the workers of PyTorch's DataLoader."""
 
-    def __init__(self, images: OnDisk, numbers: Callable[[int], list[int]], step: int) -> None:
+    def __init__(self, images: OnDisk, numbers: Callable[[int], list[int]], step: int, pin: bool) -> None:
         from torch.utils.data import DataLoader
 
         def batches() -> Iterator[list[int]]:
@@ -82,7 +82,7 @@ class Ahead:
             batch_sampler=batches(),
             num_workers=min(processes.cores(), MOST_WORKERS),
             worker_init_fn=_leave_signals_to_the_run,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=pin,
             generator=torch.Generator(),  # not the global one, whose draws are a run's
         )
         self.batches, self.next_step = iter(loader), step
@@ -103,8 +103,8 @@ def _leave_signals_to_the_run(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-@lru_cache(maxsize=2)
-def epoch_order(count: int, seed: int, epoch: int, device: torch.device) -> Tensor:
+@lru_cache(maxsize=4)  # this epoch's and the next one's, on the device and, where images lie there, on the CPU
+def epoch_order(count: int, seed: int, epoch: int, device: torch.device | str) -> Tensor:
     return torch.randperm(count, generator=generator(seed, "order", epoch)).to(device)
 
 
