@@ -80,7 +80,7 @@ def test_help_of_a_command_that_takes_something_shows_an_example(moat, command):
 
 def test_options_that_many_commands_share_stand_under_headings(moat):
     out = moat("train", "--help")[1]
-    assert out.index("Options:") < out.index("--resume  ") < out.index("Data and model:") < out.index("--model")
+    assert out.index("Options:") < out.index("--resume  ") < out.index("Data and model:") < out.index("--model TEXT")
     assert out.index("Optimisation:") < out.index("--lr ") < out.index("Watching over the run:")
 
 
@@ -92,6 +92,8 @@ def test_options_that_many_commands_share_stand_under_headings(moat):
         ("compare fgsm pg", "pgd:7"),
         ("train moat:2 --sched", "--schedule"),
         ("train moat:2 --schedule st", "stepwise"),
+        ("reproduce tab", "table2a"),
+        ("data get c", "cifar100"),
     ],
 )
 def test_a_shell_can_complete_commands_methods_and_options(words, offered):
@@ -137,7 +139,8 @@ def test_data_list_names_every_data_set_and_where_it_is(moat):
     names = [line.split()[0] for line in lines[::2]]
     places = [line.strip() for line in lines[1::2]]
     assert names == ["mini", "cifar10", "cifar100", "FOLDER"]
-    assert places == ["embedded", "not here yet: moat data get cifar10", "not here yet: moat data get cifar100"]
+    assert places[:3] == ["embedded", "not here yet: moat data get cifar10", "not here yet: moat data get cifar100"]
+    assert "FOLDER/CLASS/IMAGE" in places[3]
     assert max(map(len, lines)) <= 80
 
 
@@ -517,3 +520,27 @@ def test_a_comparison_that_was_stopped_goes_on_where_it_was(moat, alone, tiny_op
     assert err.count("already finished") == 1
     assert files(alone / "both" / "fgsm") == before
     assert read_record(alone / "both" / "standard")["status"] == "finished"
+
+
+def test_with_debug_the_exit_code_is_the_same_and_a_traceback_is_shown(alone):
+    command = [sys.executable, "-m", "moatlab", "plan", "mota:2"]
+    for arguments, shown in (([], False), (["--debug"], True)):
+        ended = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=alone, check=False)
+        assert ended.returncode == 2
+        assert ("Traceback" in ended.stderr) == shown
+        assert "moat: there is no method or stage 'mota'" in ended.stderr
+
+
+def test_bash_completes_a_method_beyond_its_colon(moat):
+    assert moat("completion", "bash").out.startswith("COMP_WORDBREAKS=${COMP_WORDBREAKS//:}")
+
+
+def test_threads_are_those_that_the_environment_names(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = moatlab.make_recipe("fgsm").threads
+    for told, expected in (("3", 3), ("0", cores), ("many", cores)):
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+        assert moatlab.make_recipe("fgsm").threads == expected
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("moatlab.processes.launched", lambda: 2)  # by torchrun, which sets it by itself
+    assert moatlab.make_recipe("fgsm").threads == cores

@@ -471,7 +471,7 @@ def test_a_run_whose_images_are_not_here_says_which_they_are(moat, refuses, alon
     assert moat("train", "fgsm", *options).code == 0
     (alone / "elsewhere").mkdir()
     monkeypatch.chdir(alone / "elsewhere")
-    refuses("eval", "../run", "--attacks", "fgsm", says="was trained on photos, which is not here")
+    refuses("eval", "../run", "--attacks", "fgsm", says="was trained on photos, which is not in ")
     assert moat("eval", "../run", "--attacks", "fgsm", "--data", "../photos").code == 0
 
 

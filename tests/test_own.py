@@ -22,7 +22,7 @@ from moatlab.methods import STAGES, Stage
 from moatlab.models import BUILT_IN, build_model
 from moatlab.models.weights import read_weights
 from moatlab.preparation import choose_device
-from moatlab.recipe import make_recipe
+from moatlab.recipe import load_recipe, make_recipe
 from moatlab.stages import BATCH_STAGES, Context, stage_loss
 from moatlab.subject import model_sha256
 
@@ -346,3 +346,39 @@ def test_a_gpu_without_a_number_is_given_one_and_several_processes_take_their_ow
     monkeypatch.setattr("moatlab.processes.launched", lambda: 4)
     monkeypatch.setattr("moatlab.processes.number_on_this_machine", lambda: 3)
     assert str(choose_device("auto")) == "cuda:3"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_radius_is_a_number_or_a_text_and_attacks_a_list_or_a_text():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 4))
+    x, y = torch.randint(256, (40, 4, 4, 3), dtype=torch.uint8), torch.arange(40) % 4
+    run = moatlab.train(model, (x, y), method="fgsm", eps=8 / 255, epochs=1, batch_size=12, out="run")
+    assert run.record.status == "finished"
+    assert load_recipe(Path("run/recipe.toml")).eps_value == 8 / 255
+    results = [
+        moatlab.evaluate(model, x, y, attacks=attacks, eps=eps)
+        for attacks, eps in ((["fgsm", "pgd7"], 8 / 255), ("fgsm, pgd7", "8/255"))
+    ]
+    assert results[0].broken_by == results[1].broken_by
+    with pytest.raises(UserError, match="8/255"):
+        moatlab.train(model, (x, y), method="fgsm", eps=8)
+    with pytest.raises(UserError, match="a function; it must be a torch"):
+        moatlab.train(lambda: model, (x, y))
+    with pytest.raises(UserError, match="did you mean epochs"):
+        moatlab.train(model, (x, y), epoch=3)
+    with pytest.raises(UserError, match="reach from 0 to 255"):
+        moatlab.train(model, (x.permute(0, 3, 1, 2).float(), y))
+
+
+def test_a_model_that_was_deleted_comes_back_from_the_checkpoint(moat, alone, tiny):
+    command = ("train", "fgsm", "--data", tiny, "--width", 8, "--batch-size", 16, "--epochs", 1, "--out", "run")
+    assert moat(*command).code == 0
+    before = (alone / "run" / "model.safetensors").read_bytes()
+    (alone / "run" / "model.safetensors").unlink()
+    ended = moat("eval", "run")
+    assert ended.code == 2
+    assert "start the run again with --resume" in ended.err
+    assert moat("train", "--resume", "--out", "run").code == 0
+    assert (alone / "run" / "model.safetensors").read_bytes() == before
+    assert "--holdout" in moat("eval", "run", "--which", "best").err

@@ -168,6 +168,7 @@ def keep_previous(path: Path, card: dict[str, Any], saved: Path) -> None:
     try:
         before = read_json(path)
         more = before["results"].keys() - card["results"].keys() or before["data"]["images"] > card["data"]["images"]
+        more = more or (before["adversarial"] and not card["adversarial"])
     except (UserError, KeyError, TypeError, AttributeError):
         return  # no card, or one that can't be believed
     if not more:
@@ -180,7 +181,7 @@ def keep_previous(path: Path, card: dict[str, Any], saved: Path) -> None:
         before["adversarial"] = f"{kept.stem}_adversarial.npz"
         saved.replace(path.with_name(before["adversarial"]))
     write_card(kept, before)
-    display.note(f"the card that was there, of more attacks or images, is kept as {kept}")
+    display.note(f"the card that was there, of more attacks, images or examples, is kept as {kept}")
 
 
 def write_card(path: Path, card: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ from moatlab.examining import bench_command, eval_command, verify_command
 from moatlab.options import (
     FILE,
     Grouped,
+    completing,
     data_dir_option,
     json_option,
     method_argument,
@@ -71,11 +73,18 @@ def train_command(
     \b
     moat train moat:2                             on the embedded data, in minutes
     moat train imoat:2,5,8 --data cifar10         at the paper's size
+    moat train moat:2 --data photos --model mynet:build --out runs/mine
+    moat train fast --on-collapse heal            watched, and mended
     moat train fgsm --epochs 3 --out runs/short
     moat train --resume --out runs/short          goes on with what is there
+
+    Presets: mini (the embedded images, in minutes), mini-long (the same for longer, attacks in eval mode), small
+    (CIFAR, a narrow model), paper, paper-kim (the model and attacks of Kim et al.). moat plan shows what they fill in.
     """
-    if resume and out and not (method or recipe_file) and (out / "recipe.toml").exists():
-        recipe_file = out / "recipe.toml"  # of the run that is to go on
+    if resume and not (method or recipe_file):
+        if out is None or not (out / "recipe.toml").exists():
+            raise UserError(f"there is no run in {out} to go on with" if out else "say which run goes on, by --out")
+        recipe_file = out / "recipe.toml"
     recipe = make_recipe(method, preset=preset, file=recipe_file, trust_model_code=trust_model_code, **options)
     out = out or Path("runs") / default_name(recipe, preset)
     from moatlab.training import train
@@ -215,11 +224,12 @@ def data_list_command(data_dir: Path | None) -> None:
     for name, description, where in available(data_dir):
         click.echo(f"{name:<10}{description}")
         click.echo(f"{'':<10}{where or f'not here yet: moat data get {name}'}")
-    click.echo(f"{'FOLDER':<10}your own images: FOLDER/train/CLASS/IMAGE, FOLDER/test/CLASS/IMAGE")
+    click.echo(f"{'FOLDER':<10}your own images: FOLDER/train/CLASS/IMAGE, FOLDER/test/CLASS/IMAGE,")
+    click.echo(f"{'':<10}or FOLDER/CLASS/IMAGE, of which a tenth is set apart for testing")
 
 
 @data_group.command("get")
-@click.argument("name")
+@click.argument("name", shell_complete=completing(["cifar10", "cifar100"]))
 @data_dir_option
 def data_get_command(name: str, data_dir: Path | None) -> None:
     """Fetch the data set NAME, unless it is here already, and say where it is."""
@@ -242,6 +252,8 @@ def completion_command(shell: str) -> None:
 
     completion = get_completion_class(shell)
     assert completion is not None
+    if shell == "bash":
+        click.echo("COMP_WORDBREAKS=${COMP_WORDBREAKS//:}  # or bash would end a word within moat:2")
     click.echo(completion(cli, {}, "moat", "_MOAT_COMPLETE").source())
 
 
@@ -276,7 +288,7 @@ def main() -> NoReturn:
         sys.exit(0)
     except (UserError, RunFailed, Interrupted, click.ClickException, OSError) as error:
         if "--debug" in sys.argv:
-            raise
+            traceback.print_exc()
         if isinstance(error, OSError):
             abandon_stdout()
         message = sentence(error)

@@ -21,7 +21,8 @@ console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not proces
 
 def note(message: str, style: str | None = None) -> None:
     with suppress(OSError):  # stderr may be a file on a full disk, or a terminal that is gone: no reason to stop
-        console.print(message, style=style, markup=False)
+        # A terminal gets lines that end between words; a file gets them whole.
+        console.print(message, style=style, markup=False, soft_wrap=not console.is_terminal)
 
 
 def warn(message: str) -> None:
@@ -30,6 +31,7 @@ def warn(message: str) -> None:
 
 def duration(seconds: float) -> str:
     """A length of time as a person says it: `42 s`, `7 min`, `3.2 h`, `5.1 days`."""
+    seconds = max(seconds, 0.0)
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 100 * 60:

@@ -68,6 +68,8 @@ def train(
         if out is not None or method is not None or options:
             raise UserError("train(recipe, folder) takes all the rest from the recipe")
         return training.train(model, data, **running)
+    if not isinstance(model, nn.Module | str):
+        raise UserError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module, or a name")
     data, method = "mini" if data is None else data, method or "moat:2"
     images = data if isinstance(data, Images) else None
     if isinstance(data, tuple | list):

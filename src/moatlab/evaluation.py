@@ -59,8 +59,8 @@ def evaluate(
     x: Tensor,
     y: Tensor,
     *,
-    attacks: Sequence[str] = ("aa",),
-    eps: float | None = None,
+    attacks: Sequence[str] | str = ("aa",),
+    eps: float | str | None = None,
     norm: Norm = "linf",
     seed: int = 0,
     batch_size: int | None = None,
@@ -85,7 +85,8 @@ def evaluate(
     """
     names = check_names(attacks)
     check_norm(norm)
-    eps = parse_eps(USUAL_EPS[norm], norm) if eps is None else eps
+    eps = USUAL_EPS[norm] if eps is None else eps
+    eps = parse_eps(eps, norm) if isinstance(eps, str) else eps
     x, y = as_tensor(x), as_tensor(y)
     check_input(x, y, eps, norm, examples)
     if precision not in DTYPES:

@@ -50,7 +50,7 @@ def eval_command(
     """
     from moatlab.attacks.ensemble import check_names, usual_attacks
 
-    names = [] if attacks is None else check_names(attacks.split(","))
+    names = [] if attacks is None else check_names(attacks)
     from moatlab.card import evaluate_subject
     from moatlab.subject import load_subject
 
@@ -79,7 +79,7 @@ def eval_command(
 
 
 @click.command("verify", cls=Grouped, short_help="Check a card's adversarial examples again.")
-@click.argument("card", type=FILE)
+@click.argument("card", metavar="CARD|RUN", type=FILE)
 @data_dir_option
 @click.option("--device", default="auto", show_default=True)
 @trust_option
@@ -95,6 +95,7 @@ def verify_command(card: Path, data_dir: Path | None, device: str, trust_model_c
     """
     from moatlab.card import verify
 
+    card = card / "eval.json" if card.is_dir() else card
     report = verify(card, data_dir=data_dir, device=device, trust_model_code=trust_model_code)
     failures = report["failures"]
     if as_json:

@@ -214,7 +214,7 @@ def model_card(it: Exported, kind: str) -> str:
         f"An image classifier that was trained to be robust ({it.threat}) by `{method}`, with "
         "moatlab. It takes images in [0, 1], "
         f"{shape[1]}x{shape[0]} with {shape[2]} channels, without normalisation, and returns "
-        f"{description['classes']} logits.", "",
+        f"{description['classes']} logits, in this order: {', '.join(map(str, description['class_names']))}.", "",
     ]  # fmt: skip
     if card:
         lines += [f"On {card['data']['images']:,} test images ({it.threat}):", "",
@@ -223,7 +223,8 @@ def model_card(it: Exported, kind: str) -> str:
             low, high = result["interval"]
             lines.append(f"| {name} | {100 * result['accuracy']:.1f} % | {100 * low:.1f} to {100 * high:.1f} % |")
         lines.append("")
-        lines += [f"Red flag: {flag['name']}. {flag['meaning']} ({flag['evidence']})" for flag in card["flags"]]
+        for flag in card["flags"]:
+            lines += [f"Red flag `{flag['name']}` ({flag['evidence']}): {flag['meaning']}", ""]
     else:
         lines += ["It has not been evaluated: `moat eval RUN` before this export writes results here.", ""]
     lines += ["## Use", "", *_use(kind, ":" in str(description["model"])), ""]
@@ -233,9 +234,12 @@ def model_card(it: Exported, kind: str) -> str:
 def _use(kind: str, names_code: bool) -> list[str]:
     if kind == "onnx":
         call = '(logits,) = session.run(["logits"], {"images": images})  # float32, (N, C, H, W) in [0, 1]'
-        return ["```python", 'session = onnxruntime.InferenceSession("model.onnx")', call, "```"]
+        session = 'session = onnxruntime.InferenceSession("model.onnx")'
+        return ["```python", "import onnxruntime", "", session, call, "```"]
     if kind == "robustbench":
         return ["The `.pt` file is a state dict of RobustBench's `PreActResNet` with the buffers `mu` and `sigma`; the "
                 "`.json` file is its model info."]  # fmt: skip
     trust = ", trust_model_code=True" if names_code else ""
-    return ["```python", "import moatlab", "", f'model = moatlab.load("model.safetensors"{trust})', "```"]
+    code = ["The network itself is code of its author's, which must be importable.", ""] if names_code else []
+    return [*code, "```python", "import moatlab", "", f'model = moatlab.load("model.safetensors"{trust})',
+            "logits = model(images)  # float32, (N, C, H, W) in [0, 1]", "```"]  # fmt: skip

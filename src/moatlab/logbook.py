@@ -95,9 +95,9 @@ def announce(session: Session) -> None:
         display.note(f"{session.images.name}: {session.images.note}")
     steps, size, images = session.steps_per_epoch, recipe.batch_size, len(session.batches.y)
     if steps * epochs < FEW_STEPS:
+        smaller = f"a smaller --batch-size than {size}, or " if steps < 10 and size > 8 else ""
         display.warn(
-            f"{steps * epochs} steps in all, {steps} an epoch, are few: a smaller --batch-size than {size}, or more "
-            "--epochs, would train further"
+            f"{steps * epochs} steps in all, {steps} an epoch, are few: {smaller}more --epochs would train further"
         )
     elif steps * size < 0.9 * images:
         display.warn(f"an epoch has {steps} batches of {size} and leaves {images - steps * size} images out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,11 @@ def complete_method(context: click.Context, parameter: click.Parameter, start: s
     """The methods that a shell offers: the names of the language, with numbers where they need some."""
     names = [name if name != "pgd" else "pgd:7" for name in STAGES]
     return [name for name in [*names, "moat:2", "moat:5", "imoat:1,2,3", "imoat:2,5,8"] if name.startswith(start)]
+
+
+def completing(names: Iterable[str]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """What a shell offers for a name; others are refused, or taken, elsewhere."""
+    return lambda _context, _parameter, start: [name for name in names if name.startswith(start)]
 
 
 method_argument = click.argument("method", required=False, shell_complete=complete_method)

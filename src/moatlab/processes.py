@@ -51,6 +51,13 @@ def cores() -> int:
     return max(here // on_this_machine(), 1)
 
 
+def threads() -> int:
+    """With how many threads this process computes unless it is told: as OMP_NUM_THREADS says, or one on each core.
+    torchrun sets that variable to 1 by itself, so there it says nothing."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return int(told) if told.isdecimal() and int(told) > 0 and launched() == 1 else cores()
+
+
 def restarts() -> int:
     """How many times torchrun has started all of them anew, because one had failed."""
     return _told("TORCHELASTIC_RESTART_COUNT", 0)

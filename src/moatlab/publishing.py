@@ -11,6 +11,7 @@ import click
 from moatlab.options import (
     FILE,
     Grouped,
+    completing,
     data_dir_option,
     json_option,
     on_option,
@@ -19,11 +20,11 @@ from moatlab.options import (
     recipe_options,
     trust_option,
 )
-from moatlab.paper import experiment
+from moatlab.paper import EXPERIMENTS, experiment
 
 
 @click.command("reproduce", cls=Grouped, short_help="A table or figure of the paper, beside the paper's.")
-@click.argument("name", metavar="TABLE|FIGURE")
+@click.argument("name", metavar="TABLE|FIGURE", shell_complete=completing(EXPERIMENTS))
 @recipe_options("data", "schedule", "seed", "on_collapse", "then", preset="paper")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="runs of each row: 0, 1, ...")
 @click.option("--methods", multiple=True, metavar="NAMES", help='rows to train, such as "fgsm moat:2"  [default: all]')

@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moatlab import processes
-from moatlab.errors import UserError, needs_trust
+from moatlab.errors import UserError, did_you_mean, needs_trust
 from moatlab.files import SCHEMA, read_whole
 from moatlab.methods import Method, parse_method
 
@@ -62,7 +62,11 @@ class Recipe(BaseModel):
         description="images watched after each epoch; test is for display, as in the paper's figure 1"
     )
     seed: int = Field(description="decides every random draw", ge=0, lt=2**63)
-    threads: int = Field(description="CPU threads; other numbers give other last bits", ge=1, le=1024)
+    threads: int = Field(
+        description="CPU threads; other numbers give other last bits  [default: OMP_NUM_THREADS, or all cores]",
+        ge=1,
+        le=1024,
+    )
     device: str = Field(description="auto, cpu, cuda, cuda:1 or mps")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto",
@@ -223,6 +227,8 @@ def make_recipe(
     if ":" in named and options.get("model") is None and not trust_model_code:
         raise needs_trust(named, f"the recipe {file}")
     given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(given.get("eps"), int | float):
+        given["eps"] = str(given["eps"])  # from Python
     if given.get("norm", layers.get("norm", "linf")) != layers.get("norm", "linf"):
         layers.pop("eps", None)  # a radius of one norm means nothing in another
     layers |= given
@@ -239,7 +245,7 @@ def make_recipe(
             fields[name] = re.sub(r"\bgradalign\b(?!\s*:)", _GRADALIGN[preset], fields[name])
     if str(fields["model"]).startswith("wide_resnet") and "width" not in layers:
         fields["width"] = int(fields["width"]) * 5 // 2  # ten times its stem of 16, where others have 64
-    fields.setdefault("threads", processes.cores())
+    fields.setdefault("threads", processes.threads())
     fields.setdefault("monitor", "holdout" if str(fields["holdout"]) != "0" else "train")
     fields.setdefault("epochs", _paper_epochs(fields))
     recipe = _validated(fields)
@@ -270,9 +276,8 @@ def _validated(fields: dict[str, Any]) -> Recipe:
         first = error.errors()[0]
         field = str(first["loc"][0]) if first["loc"] else "recipe"
         if first["type"] == "extra_forbidden":
-            raise UserError(
-                f"a recipe has no field '{field}'; its fields are {', '.join(Recipe.model_fields)}"
-            ) from None
+            hint = did_you_mean(field, Recipe.model_fields) or f"; its fields are {', '.join(Recipe.model_fields)}"
+            raise UserError(f"a recipe has no field '{field}'{hint}") from None
         if first["type"] == "missing":
             raise UserError(f"the recipe has no '{field}'") from None
         message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")

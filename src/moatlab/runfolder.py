@@ -139,12 +139,13 @@ class RunFolder:
         return lines
 
     def finished_record(self, recipe: Recipe) -> RunRecord | None:
-        """The record, if it says that the run of this recipe is done, and its metrics are as they were."""
+        """The record, if it says that the run of this recipe is done, its metrics are as they were, and its model is
+        there (or else it is made again from the checkpoint)."""
         try:
             record = self.read_record()
         except Damaged:
             return None
-        whole = record.recipe == recipe.sha256 and record.metrics == self.metrics_sha256
+        whole = record.recipe == recipe.sha256 and record.metrics == self.metrics_sha256 and self.model.exists()
         return record if record.status == "finished" and whole else None
 
     @property

@@ -70,7 +70,9 @@ def load_subject(
     if data is None and not isinstance(own_data, str):
         raise UserError(f"{target or model_name} does not say which images it is for; name them with --data")
     if data is None and str(own_data) not in KNOWN_SIZES and not Path(str(own_data)).expanduser().exists():
-        raise UserError(f"{target} was trained on {own_data}, which is not here; say where its images are with --data")
+        raise UserError(
+            f"{target} was trained on {own_data}, which is not in {Path.cwd()}; say where its images are with --data"
+        )
     images = read_images(data or str(own_data), data_dir)
     if data in (None, own_data) and description.get("data_sha256") not in (None, images.sha256):
         warn(f"{images.name} here is not the {images.name} that this model was trained on")
@@ -107,6 +109,11 @@ def weights_file(target: Path, which: str) -> Path:
         return target
     path = target / {"last": "model.safetensors", "best": "model_best.safetensors"}[which]
     if not path.exists():
+        if (target / "run.json").exists():
+            lost = "it was deleted; start the run again with --resume" if which == "last" else (
+                "a best epoch is kept only where --holdout images were watched; use --which last"
+            )  # fmt: skip
+            raise UserError(f"the run {target} has no {path.name}: {lost}")
         inside = sorted(path.parent.glob("*/model.safetensors"))
         hint = f"; did you mean {inside[0].parent}?" if inside else "; name the folder of a run, such as runs/NAME"
         raise UserError(f"{target} holds no {path.name}{hint}")

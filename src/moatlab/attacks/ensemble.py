@@ -137,8 +137,10 @@ def autoattack(
     return found
 
 
-def check_names(names: Iterable[str]) -> list[str]:
-    """The attacks asked for, in the order given; `clean` is measured in any case."""
+def check_names(names: Iterable[str] | str) -> list[str]:
+    """The attacks asked for, in the order given; `clean` is measured in any case. In a text they stand between
+    commas."""
+    names = names.split(",") if isinstance(names, str) else names
     names = list(dict.fromkeys(name.strip() for name in names))
     if not names:
         raise UserError(f"name at least one attack of: {', '.join(NAMES)}")

@@ -101,7 +101,8 @@ def _pixels(array: Any, kind: str) -> Tensor:
         scaled = x.double() * 255
         whole = scaled.round()
         if not (x.amin() >= 0 and x.amax() <= 1) or (scaled - whole).abs().amax() > LARGEST_ROUNDING:
-            raise UserError(f"{kind} images as floats must be bytes divided by 255, without normalisation")
+            reach = f"these reach from {float(x.amin()):.3g} to {float(x.amax()):.3g}"
+            raise UserError(f"{kind} images as floats must be bytes divided by 255, without normalisation; {reach}")
         return whole.to(torch.uint8).permute(0, 2, 3, 1).contiguous()
     if x.dtype != torch.uint8 or x.dim() not in (3, 4) or (x.dim() == 4 and x.shape[3] > 4):
         raise UserError(

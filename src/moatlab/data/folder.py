@@ -145,7 +145,8 @@ def _class_folders(folder: Path) -> list[str]:
         raise UserError(f"{folder} does not exist; a folder of images needs train/CLASS/IMAGE and test/CLASS/IMAGE")
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if not names:
-        raise UserError(f"{folder} is empty; give it one folder of images for each class")
+        state = "is empty" if next(folder.iterdir(), None) is None else "has no folders in it"
+        raise UserError(f"{folder} {state}; give it one folder of images for each class")
     return names
 
 

@@ -150,7 +150,8 @@ def _plots(views: list[RunView]) -> list[dict[str, Any]]:
             if view.record and measure in view.accuracy
         ]
         drawing = scatter(points, x_label="passes over the training set", y_label=f"accuracy under {measure} (%)")
-        note = "The dashed line joins the runs that no other beats in both robustness and cost."
+        line = "The dashed line joins the runs that no other beats in both robustness and cost."
+        note = line if len(points) > 1 else "Robustness against what training cost."
         plots.append(_plot("cost", "Robustness against cost", drawing, note, _keys(views, points)))
     radii = [
         Series(view.label, number, _curve(view.portrait)) for number, view in enumerate(views) if view.portrait
@@ -159,14 +160,15 @@ def _plots(views: list[RunView]) -> list[dict[str, Any]]:
         portraits = [view.portrait for view in views if view.portrait]
         scale = 255 if portraits[0]["norm"] == "linf" else 1
         own = {scale * parse_eps(portrait["eps"], portrait["norm"]) for portrait in portraits}
+        alike = len(own) == 1
         drawing = line_chart(
             radii, x_label="eps x 255" if scale == 255 else "eps", y_label="robust accuracy (%)", x_unit="eps",
-            guide=own.pop() if len(own) == 1 else None,
+            guide=own.pop() if alike else None,
         )  # fmt: skip
-        first = portraits[0]
+        counts = " or ".join(dict.fromkeys(str(portrait["curve"]["images"]) for portrait in portraits))
         note = (
-            f"A quick attack of {first['steps']} steps on {first['curve']['images']} test images; who falls at a "
-            "radius counts as fallen at larger ones. The dashed line: the radius trained for."
+            f"A quick attack of {portraits[0]['steps']} steps on {counts} test images; who falls at a radius counts as "
+            f"fallen at larger ones.{' The dashed line: the radius trained for.' if alike else ''}"
         )
         plots.append(_plot("radius", "Robustness by radius", drawing, note, _keys(views, radii)))
     return plots
