@@ -23,7 +23,7 @@ from moatlab.files import atomic, make_folder, remove_leftovers
 from moatlab.recipe import parse_eps
 from moatlab.report.gather import RunView, find_runs, gather
 from moatlab.report.plots import plot_portrait, plot_run
-from moatlab.report.svg import COLOURS, Band, Series, line_chart, scatter, surface
+from moatlab.report.svg import COLOURS, Band, Series, line_chart, pareto, scatter, surface
 
 __all__ = ["find_runs", "publish", "write_report"]
 
@@ -151,7 +151,8 @@ def _plots(views: list[RunView]) -> list[dict[str, Any]]:
         ]
         drawing = scatter(points, x_label="passes over the training set", y_label=f"accuracy under {measure} (%)")
         line = "The dashed line joins the runs that no other beats in both robustness and cost."
-        note = line if len(points) > 1 else "Robustness against what training cost."
+        beaten = len(pareto([(x, y) for _, _, x, y in points])) < 2  # by one run, all others
+        note = "Robustness, and what training cost." if beaten else line
         plots.append(_plot("cost", "Robustness against cost", drawing, note, _keys(views, points)))
     radii = [
         Series(view.label, number, _curve(view.portrait)) for number, view in enumerate(views) if view.portrait
