@@ -23,7 +23,7 @@ from moatlab.models import load, users_code
 from moatlab.models.preact_resnet import PreActResNet
 from moatlab.models.weights import read_weights
 from moatlab.randomness import generator
-from moatlab.recipe import NORM_NAMES, parse_eps
+from moatlab.recipe import NORM_NAMES, load_recipe, parse_eps
 from moatlab.subject import card_path, model_sha256, weights_file
 
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
@@ -56,6 +56,8 @@ def export(
         raise UserError(f"{run} is not the folder of a run")
     source = weights_file(run, which)
     description = read_weights(source)[1]
+    if (run / "recipe.toml").exists():
+        description["method"] = load_recipe(run / "recipe.toml").method  # as it was asked for; the file has its stages
     model = load(source, trust_model_code=trust_model_code)
     it = Exported(model, description, _card(card_path(run, which), model, description))
     out = out or run / f"export-{kind}"

@@ -93,7 +93,7 @@ def prepare(
     description = {
         "model": recipe.model, "arguments": arguments, "classes": classes, "class_names": list(images.classes),
         "image_shape": list(images.train_x.shape[1:]), "eps": recipe.eps, "norm": recipe.norm,
-        "method": recipe.method, "data": images.name, "data_sha256": images.sha256,
+        "method": str(recipe.parsed_method), "data": images.name, "data_sha256": images.sha256,
     }  # fmt: skip
     return Session(
         recipe,

@@ -33,6 +33,8 @@ options = st.lists(st.tuples(st.sampled_from([*recipe_options, "--preset"]), val
 flags = st.sampled_from([(), ("--json",), ("--resume",), ("--no-augment",), ("--deterministic",), ("--help",)])
 presets = st.sampled_from([(), *(("--preset", name) for name in PRESETS)])
 planned = st.tuples(st.just("plan"), specs, presets, options, flags)
+sound = st.tuples(st.just("plan"), st.sampled_from(["fgsm", "kim", "moat:2", "imoat:2,5,8", "cutmix | fast | pgd:2>5"]),
+                  presets, st.just([]), st.sampled_from([(), ("--json",), ("--no-augment",)]))  # fmt: skip
 sweep_options = [*recipe_options, "--methods", "--seeds", "--n", "--n-aa", "--known", "--out"]
 reproduced = st.tuples(
     st.just("reproduce"), st.one_of(st.sampled_from([*EXPERIMENTS]), text), presets,
@@ -45,7 +47,7 @@ other_commands = st.tuples(
         ["--n", "--eps", "--norm", "--attacks", "--seed", "--batch-size", "--which", "--device", "--max-steps"]
     ), values), min_size=1, max_size=3), st.just(("--width", "nonsense")),
 )  # fmt: skip  # an option that is always wrong: these must never start to work
-command_lines = st.one_of(planned, planned, reproduced, other_commands)
+command_lines = st.one_of(planned, planned, sound, reproduced, other_commands)
 
 
 def arguments_of(line: Any) -> list[str]:
