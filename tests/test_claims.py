@@ -1,6 +1,7 @@
 """The paper's claims: on its own tables, and on made-up numbers where the answer is known."""
 
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +10,13 @@ from hypothesis import strategies as st
 
 from moatlab.claims import Runs, check_claims, paper_rows
 from moatlab.errors import UserError
+from moatlab.files import read_json
 from moatlab.intervals import interval, over_seeds, paired_difference, wilson
+from moatlab.monitor import collapsed_at
+from moatlab.outcomes import read_outcomes, unpack
 from moatlab.paper import COLUMNS, EXPERIMENTS, TABLE, experiment
 
+KEPT = Path(__file__).parents[1] / "docs" / "results"
 TABLES = ["table1a", "table1b", "table2a", "table2b"]
 
 
@@ -173,3 +178,18 @@ def test_the_interval_of_a_difference_covers_the_truth_in_about_95_of_100_draws(
         difference, half = paired_difference(ours, theirs)
         covered += abs(difference - 0.1) <= half
     assert 0.92 <= covered / 400 <= 0.98
+
+
+@pytest.mark.parametrize("path", sorted(KEPT.glob("*a-mini*.json")), ids=lambda path: path.stem)
+def test_a_kept_result_is_as_it_was_written_and_follows_from_its_own_verdicts(path):
+    for run in read_outcomes(path):
+        checks = [(line["epoch"], line["pgd7"]) for line in run["history"] if line["comparable"]]
+        assert run["collapsed_at"] == collapsed_at(checks)
+        for part in (run.get("last"), run.get("best")):
+            for name, accuracy in part["accuracy"].items() if part else ():
+                standing = unpack(part["standing"][name])
+                assert len(standing) == part["images"][name]
+                assert sum(standing) / len(standing) == accuracy
+    text = path.with_suffix(".md").read_text()
+    for row in read_json(path)["rows"]:
+        assert f"| `{row['row']}` | {100 * row['columns']['clean']['mean']:.1f}" in text.replace("\\|", "|")
