@@ -82,13 +82,40 @@ def test_a_page_shows_every_run_its_accuracies_and_its_plots(moat, runs):
         record = read_json(runs / name / "run.json")
         for attack in ("clean", "fgsm", "pgd7"):
             assert f"{100 * record['final'][attack]:.1f}" in page.text
-    assert {"epochs", "cost", "radius", "headline", "run1", "run2"} <= page.ids
+    assert {"epochs", "cost", "radius-linf", "headline", "run1", "run2"} <= page.ids
     assert page.tags.count("svg") == 3 + 2 * 2
     assert page.tags.count("img") == 2 * 8 * 3
     assert "recipe.toml" in page.text
     assert len(source) < 500_000
     for name in ("portrait.json", "portrait.png", "curves.png"):
         assert (runs / "fgsm" / name).exists()
+
+
+def test_runs_of_two_norms_have_a_plot_by_radius_each_and_robustness_at_two_radii_no_front(moat, runs):
+    for name, pgd7, passes in (("fgsm", 0.1, 4.0), ("moat-2", 0.2, 6.0)):
+        record = read_json(runs / name / "run.json")
+        record["final"]["pgd7"], record["counted"]["passes"] = pgd7, passes
+        write_json(runs / name / "run.json", record)
+    page, source, _ = page_of(moat, runs)
+    assert 'class="front"' in source
+    assert "radius-l2" not in page.ids
+    portrait = read_json(runs / "fgsm" / "portrait.json")
+    write_json(runs / "fgsm" / "portrait.json", portrait | {"norm": "l2", "eps": "128/255"})
+    recipe = runs / "fgsm" / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace('eps = "8/255"', 'eps = "4/255"'))
+    page, source, _ = page_of(moat, runs)
+    assert {"radius-linf", "radius-l2"} <= page.ids
+    assert 'class="front"' not in source
+    assert "robustness does not compare" in page.text
+
+
+def test_a_picture_that_can_not_be_written_costs_no_page(moat, runs):
+    for path in (runs / "fgsm" / "portrait.json", runs / "fgsm" / "curves.png"):
+        path.unlink()
+    (runs / "fgsm" / "curves.png").mkdir()
+    page, _, err = page_of(moat, runs)
+    assert "curves.png" in err
+    assert "radius-linf" in page.ids
 
 
 def test_a_page_loads_nothing_and_runs_only_its_own_script(moat, runs):
@@ -257,7 +284,7 @@ def test_a_run_in_a_folder_of_runs_is_named_though_its_record_is_gone(moat, runs
     (runs / "fgsm" / "run.json").unlink()
     page, _, _ = page_of(moat, runs)
     assert "fgsm/run.json" in page.text
-    assert {"epochs", "cost", "radius"} <= page.ids
+    assert {"epochs", "cost", "radius-linf"} <= page.ids
 
 
 def test_a_portrait_that_is_there_needs_no_images(moat, tiny_options, alone):

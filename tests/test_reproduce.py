@@ -12,7 +12,7 @@ import pytest
 from moatlab.data.cifar import to_records
 from moatlab.errors import UserError
 from moatlab.files import read_json, write_json
-from moatlab.outcomes import WHOLE, pack, steady_seconds, unpack
+from moatlab.outcomes import WHOLE, pack, read_outcomes, steady_seconds, unpack
 from moatlab.paper import experiment
 from moatlab.publishing import split_methods
 from moatlab.report.plots import plot_result
@@ -85,7 +85,11 @@ def test_markdown_and_latex_hold_the_same_numbers(whole):
     ours = [f"{100 * column['mean']:.1f}" for column in row["columns"].values()]
     assert [cell.strip() for cell in line.split("|")[2:8]] == ours
     assert r"\toprule" in latex
-    assert latex.count(r"\\") == 2 * (1 + 2 * 2)  # of the last epoch, and of the best
+    assert latex.startswith(r"% needs \usepackage{booktabs,xcolor}")
+    assert latex.count(r"\\") == 2 * (1 + 2 * 3)  # of the last epoch, and of the best
+    assert latex.count(r"95 \% interval") == markdown.count("| *95 % interval* |") == 2 * 2
+    low, high = (100 * bound for bound in row["columns"]["clean"]["interval"])
+    assert f"| *95 % interval* | {low:.1f}-{high:.1f} |" in markdown
     assert " & ".join(ours) in latex
     assert "does not hold" in markdown  # in the paper's own table
     assert "BatchNorm in attacks: train mode" in markdown
@@ -131,6 +135,55 @@ def test_one_failed_run_does_not_stop_the_others_and_is_reported_at_the_end(whol
     assert [row["row"] for row in result["rows"]] == ["fast"]
     assert result["failures"][0]["run"] == "sweep/fgsm_s0"
     assert (alone / "sweep" / "table2a.html").exists()
+    assert "FAILED sweep/fgsm_s0" in ended.out  # below what the others gave
+    assert "fast" in ended.out
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm fast", "--out", "sweep", "--json")
+    assert ended.code == 1
+    assert json.loads(ended.out)["failures"] == result["failures"]
+
+
+def test_a_smaller_result_holds_on_to_the_runs_of_the_one_that_it_replaces(whole, moat, alone):
+    """Where a machine has nothing but that file, they would be lost."""
+    (alone / "anew").mkdir()
+    path = shutil.copy(whole / "table2a.json", alone / "anew" / "table2a.json")
+    command = ("reproduce", "table2a", *SMALL, "--out", "anew", "--known", path)
+    for methods, rows in (("fast", ["fast"]), ("fast", ["fast"]), ("fgsm fast", ["fgsm", "fast"])):
+        ended = moat(*command, "--methods", methods)
+        assert ended.code == 0, ended.err
+        assert [row["row"] for row in read_json(path)["rows"]] == rows
+        assert sorted(one["method"] for one in read_outcomes(path)) == ["fast", "fgsm"]
+    assert read_json(path)["kept_runs"] == []
+    assert not (alone / "anew" / "fgsm_s0").exists()
+    path.write_text("{")
+    ended = moat(
+        "reproduce", "table2a", *SMALL, "--out", "anew", "--known", whole / "table2a.json", "--methods", "fast"
+    )
+    assert ended.code == 0
+    assert "it is written anew" in ended.err
+
+
+def test_other_images_than_those_of_known_runs_are_noticed_before_anything_is_trained(whole, moat, alone):
+    result = read_json(whole / "table2a.json")
+    result["runs"] = result["runs"][:1]
+    result["runs"][0]["data"]["sha256"] = "0"
+    write_json(alone / "known.json", result)
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm fast", "--out", "anew", "--known", "known.json")
+    assert ended.code == 2
+    assert "mini here is not the mini that fgsm_s0 was trained on" in ended.err
+    assert not (alone / "anew").exists()
+
+
+def test_a_run_is_not_evaluated_on_other_images_than_it_belongs_to(whole, moat, alone):
+    shutil.copytree(whole, alone / "sweep")
+    record = read_json(alone / "sweep" / "fgsm_s0" / "run.json")
+    record["data"]["sha256"] = "0"
+    write_json(alone / "sweep" / "fgsm_s0" / "run.json", record)
+    (alone / "sweep" / "fgsm_s0" / "outcome.json").unlink()
+    (alone / "sweep" / "fgsm_s0" / "eval.json").unlink()
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm", "--out", "sweep")
+    assert ended.code == 1
+    assert re.search(r"mini here is not the mini that the run in .*fgsm_s0 was trained on", ended.err)
+    assert not (alone / "sweep" / "fgsm_s0" / "eval.json").exists()
 
 
 def test_runs_known_from_an_earlier_result_are_not_repeated(whole, moat, alone):
@@ -212,15 +265,25 @@ def test_seconds_of_two_machines_are_not_compared_and_runs_on_other_images_are_r
     outcomes = dict(zip([(rows[0][0], 0), (rows[1][0], 0)], result["runs"], strict=True))
     facts = {"seeds": [0]}
 
-    def made():
+    def made(others=None):
         return make_result(
-            experiment("table2a"), [rows[0][0], rows[1][0]], outcomes, others={}, failures=[], facts=facts
-        )
+            experiment("table2a"), [rows[0][0], rows[1][0]], outcomes, others=others or {}, kept=[], failures=[],
+            facts=facts,
+        )  # fmt: skip
 
     assert made()["rows"][1]["cost"]["seconds_to_fgsm"] > 0
+    elsewhere = json.loads(json.dumps(result["runs"][1]))
+    elsewhere["environment"]["cpu"] = "another"
+    assert made({"kim": [elsewhere]})["rows"] == made()["rows"]  # what is no row here has no say
+    assert made({"kim": [elsewhere]})["machines"] == made()["machines"]
+    elsewhere["data"]["sha256"] = "0"
+    claims = {claim["name"]: claim["numbers"] for claim in made({"kim": [elsewhere]})["claims"]}
+    assert claims["kim-holds"] == "not measured: kim"
     result["runs"][0]["environment"]["cpu"] = "another"
     assert made()["rows"][1]["cost"]["seconds_to_fgsm"] is None
     assert len(made()["machines"]) == 2
+    result["runs"][0]["environment"]["precision"] = "bf16"
+    assert any("bf16" in name for name in made()["machines"])
     result["runs"][0]["data"]["sha256"] = "0"
     with pytest.raises(UserError, match="trained on different images"):
         made()
@@ -238,12 +301,17 @@ def test_a_cycle_in_a_table_does_not_break_it(whole):
     result = read_json(whole / "table2a.json")
     result["rows"][0]["row"] = "cutmix | fast | pgd:2"
     lines = [line for line in as_markdown(result).splitlines() if line.startswith("| `cutmix")]
-    assert [len(re.findall(r"(?<!\\)\|", line)) for line in lines] == [12, 8]
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in lines] == [12]
     assert r"cutmix \textbar{} fast" in as_latex(result)
+    result["rows"][0]["row"] = "my_stage"
+    assert r"\texttt{my\_stage}" in as_latex(result)
 
 
 def test_a_sweep_folder_of_another_recipe_is_refused_before_anything_is_done(whole, moat):
     ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm fast", "--out", whole, "--lr", 0.1)
+    assert ended.code == 2
+    assert "was started with lr = 0.2, not 0.1" in ended.err
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "kim", "--out", whole, "--lr", 0.1)  # no row of it
     assert ended.code == 2
     assert "was started with lr = 0.2, not 0.1" in ended.err
 
@@ -285,6 +353,8 @@ def test_seeds_and_methods_choose_the_runs():
     assert [job.name for job in sweep.jobs[:2]] == ["gradalign-2.0_s0", "standard-fast-pgd-3_s0"]
     assert sweep.seeds == [0, 1, 2]
     assert [row.in_paper for row in sweep.rows] == [True, False]
+    assert ", 21 epochs, " in sweep.setting
+    assert ", 200 or 201 epochs, " in plan_sweep(experiment("table1a"), "paper").setting
     assert (sweep.images, sweep.aa_images) == (500, 200)
     assert plan_sweep(experiment("table2a"), "mini", images=50).aa_images == 50
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from moatlab.card import evaluate_subject
 from moatlab.claims import Runs
+from moatlab.environment import commit
 from moatlab.errors import Damaged, UserError
 from moatlab.files import read_json, write_json
 from moatlab.paper import COLUMNS, WATCHED, Part
@@ -40,6 +42,8 @@ def evaluate_run(
                 evaluations[which] = None
                 continue
             subject = load_subject(folder, model=recipe.model, which=which, data_dir=data_dir, device=recipe.device)
+            if subject.images.sha256 != record.data["sha256"]:
+                raise UserError(f"{recipe.data} here is not the {recipe.data} that the run in {folder} was trained on")
             last = evaluations.get("last")
             if last and last["model"] == subject.sha256:
                 evaluations[which] = last  # the best epoch is the last one
@@ -53,7 +57,8 @@ def evaluate_run(
         "passes": record.counted["passes"], "train_seconds": record.train_seconds,
         "steady_seconds": steady_seconds(metrics), "collapsed_at": record.collapsed_at, "final": record.final,
         "history": [{name: line[name] for name in KEPT} for line in metrics], **evaluations,
-        "data": record.data, "environment": record.environment,
+        "data": record.data, "environment": record.environment, "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
     }  # fmt: skip
     write_json(folder / "outcome.json", outcome)
     return outcome
@@ -75,10 +80,13 @@ def known_outcome(
 
 def read_outcomes(path: Path) -> list[Outcome]:
     """The runs in a result that `moat reproduce` wrote."""
-    runs = read_json(path).get("runs")
-    if not isinstance(runs, list) or not all(isinstance(run, dict) and run.keys() >= WHOLE for run in runs):
-        raise UserError(f"{path} is not a result that moat reproduce wrote, such as table2a.json")
-    return runs
+    result = read_json(path)
+    runs, kept = result.get("runs"), result.get("kept_runs", [])  # results of before kept none
+    if isinstance(runs, list) and isinstance(kept, list):
+        runs = runs + kept
+        if all(isinstance(run, dict) and run.keys() >= WHOLE for run in runs):
+            return runs
+    raise UserError(f"{path} is not a result that moat reproduce wrote, such as table2a.json")
 
 
 WHOLE = {"method", "seed", "recipe_sha256", "images", "aa_images", "passes", "train_seconds", "steady_seconds",

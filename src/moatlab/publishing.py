@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from moatlab.errors import RunFailed
 from moatlab.options import (
     FILE,
     Grouped,
@@ -73,9 +74,14 @@ def reproduce_command(
     result = reproduce(sweep, out, data_dir=data_dir, known=list(known), yes=yes, on=on)
     if as_json:
         print_file(out / f"{name}.json")
-        return
-    print_reproduction(result)
-    click.echo(f"{name}.md, .tex, .json, .png, .pdf and .html are in {out}")
+    else:
+        print_reproduction(result)
+        click.echo(f"{name}.md, .tex, .json, .png, .pdf and .html are in {out}")
+    if failures := result["failures"]:
+        raise RunFailed(
+            f"{len(failures)} of {len(sweep.jobs)} runs failed, the first, {failures[0]['run']}, because "
+            f"{failures[0]['message']}; what the others gave is in {out}"
+        )
 
 
 def print_reproduction(result: dict[str, Any]) -> None:

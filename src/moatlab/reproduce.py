@@ -15,7 +15,7 @@ from moatlab.data import KNOWN_SIZES
 from moatlab.errors import NotWritten, RunFailed, UserError
 from moatlab.paper import COLUMNS, EXPERIMENTS, Experiment, Part, Row
 from moatlab.pool import each
-from moatlab.recipe import Recipe, make_recipe, slug
+from moatlab.recipe import Recipe, load_recipe, make_recipe, slug
 
 # Test images for all attacks, and for AutoAttack; None is all of them.
 EVALUATED: dict[str, tuple[int | None, int | None]] = {
@@ -87,7 +87,9 @@ class Sweep:
 
     @property
     def setting(self) -> str:
-        return re.sub(r", seed \d+", "", self.jobs[0].recipe.setting)
+        lengths = " or ".join(map(str, sorted({job.recipe.epochs for job in self.jobs})))  # cycles may end later
+        setting = re.sub(r", seed \d+", "", self.jobs[0].recipe.setting)
+        return re.sub(r"\d+ epochs", f"{lengths} epochs", setting, count=1)
 
 
 def plan_sweep(
@@ -148,22 +150,21 @@ def reproduce(
     sweep: Sweep, out: Path, *, data_dir: Path | None = None, known: list[Path] | None = None, yes: bool = False,
     on: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train and evaluate what is missing, and return (and write) the result. Ends with RunFailed, after all the others,
-    if a run failed."""
+    """Train and evaluate what is missing, and return (and write) the result. Runs that failed are named in it."""
     from moatlab.outcomes import read_outcomes
-    from moatlab.report.page import write_report
+    from moatlab.report.page import publish
     from moatlab.report.plots import plot_result
     from moatlab.results import make_result, write_result
     from moatlab.runfolder import RunFolder
     from moatlab.tables import for_page
 
-    for job in sweep.jobs:
+    for job in [*sweep.jobs, *_found(sweep, out)]:
         RunFolder(out / job.name).check(job.recipe, resume=True)
     before = [outcome for path in known or [] for outcome in read_outcomes(path)]
     outcomes = {job: found for job in sweep.jobs if (found := _known(sweep, job, out, before))}
     missing = [job for job in sweep.jobs if job not in outcomes]
     failures: list[dict[str, str]] = []
-    pace = _announce(sweep, missing, out, data_dir, yes=yes) if missing else None
+    pace = _announce(sweep, missing, outcomes, out, data_dir, yes=yes) if missing else None
     first = sweep.jobs[0].recipe
     wanted = (sweep.experiment.parts, sweep.images, sweep.aa_images, data_dir)
     tasks = [(job.recipe, (out / job.name).absolute(), *wanted) for job in missing]
@@ -181,12 +182,13 @@ def reproduce(
         if pace and len(done) < len(missing):
             left = pace.eta(sum(map(sweep.work, done)))
             display.note(f"{len(done)} of {len(missing)} runs done, about {left} left\n")
+    name = sweep.experiment.name
+    kept = _kept(out / f"{name}.json", list(outcomes.values()))
     result = make_result(
         sweep.experiment, sweep.rows, {(job.row, job.recipe.seed): outcome for job, outcome in outcomes.items()},
-        others=_others(sweep, out, before), failures=failures,
+        others=_others(sweep, out, before), kept=kept, failures=failures,
         facts={"preset": sweep.preset, "setting": sweep.setting, "seeds": sweep.seeds, "folder": str(out)},
     )  # fmt: skip
-    name = sweep.experiment.name
     write_result(out, result)
     picture = None
     if outcomes:
@@ -194,15 +196,10 @@ def reproduce(
         plot_result(out / f"{name}.png", result)
         picture = base64.b64encode((out / f"{name}.png").read_bytes()).decode()
     shown = [out / job.name for job in sweep.jobs if job.recipe.seed == 0 and RunFolder(out / job.name).record.exists()]
-    write_report(
+    publish(
         shown, out / f"{name}.html", data_dir=data_dir, trust_model_code=sweep.jobs[0].recipe.names_code,
         title=f"{name}: {sweep.experiment.title}", top=for_page(result) | {"picture": picture},
     )  # fmt: skip
-    if failures:
-        raise RunFailed(
-            f"{len(failures)} of {len(sweep.jobs)} runs failed, the first, {failures[0]['run']}, because "
-            f"{failures[0]['message']}; what the others gave is in {out}"
-        )
     return result
 
 
@@ -221,8 +218,8 @@ def _carry_out(
 
 
 def _announce(
-    sweep: Sweep, missing: list[Job], out: Path, data_dir: Path | None, *, yes: bool
-) -> display.Pace:  # fmt: skip
+    sweep: Sweep, missing: list[Job], known: dict[Job, dict[str, Any]], out: Path, data_dir: Path | None, *, yes: bool
+) -> display.Pace:
     """Say what will run and how long it will take, by a few real steps; ask first where that is days."""
     first = missing[0].recipe
     display.note(f"{sweep.experiment.name}: {sweep.experiment.title}")
@@ -230,21 +227,27 @@ def _announce(
     trained = sum(job.passes for job in missing)
     done = f" ({len(sweep.jobs) - len(missing)} are done)" if len(missing) < len(sweep.jobs) else ""
     display.note(f"{len(missing)} runs to do{done}, {trained:g} passes over the training set; timing a few steps ...")
-    seconds, gpu = seconds_per_pass(first, data_dir, whole=sweep.preset.startswith("paper"))
+    seconds, gpu, images = seconds_per_pass(first, data_dir, whole=sweep.preset.startswith("paper"))
+    if strange := next((job for job, one in known.items() if one["data"]["sha256"] != images), None):
+        raise UserError(
+            f"{first.data} here is not the {first.data} that {strange.name} was trained on; name the folder that holds "
+            "it with --data-dir, or begin in another --out folder, without --known"
+        )
     work = sum(map(sweep.work, missing))
     left = f"about {display.duration(seconds * work)} on this machine, evaluation included"
+    smaller = f"--preset {'mini' if sweep.experiment.data == 'cifar10' else 'small'} shows the same shape in hours"
     if not gpu and not yes and (sweep.preset.startswith("paper") or seconds * work > LONG):
         raise UserError(
             f"{sweep.experiment.name} at --preset {sweep.preset} would take {left}, which has no GPU; to start it all "
-            "the same, add --yes; --preset mini shows the same shape in hours"
+            f"the same, add --yes{'; ' + smaller if sweep.preset.startswith('paper') else ''}"
         )
     display.note(f"{left}; the runs go to {out}; stopped, the same command goes on where it was\n")
     return display.Pace(work, 0.0)
 
 
-def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> tuple[float, bool]:
-    """The time of one pass over the training set, by the fastest of a few steps of fgsm (two passes each), and whether
-    there is a GPU. `whole`: data that is not the official set is refused."""
+def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> tuple[float, bool, str]:
+    """The time of one pass over the training set, by the fastest of a few steps of fgsm (two passes each); whether
+    there is a GPU; the checksum of the images. `whole`: data that is not the official set is refused."""
     from moatlab.methods import Stage
     from moatlab.precision import left_as_found
     from moatlab.preparation import choose_device, context_of, prepare
@@ -266,7 +269,34 @@ def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> t
             session.optimizer.step()
             loss.item()  # waits for the device
             taken.append(time.perf_counter() - begun)
-    return min(taken[1:]) / 2 * session.steps_per_epoch, session.device.type != "cpu"
+    seconds = min(taken[1:]) / 2 * session.steps_per_epoch
+    return seconds, session.device.type != "cpu", session.images.sha256
+
+
+def _found(sweep: Sweep, out: Path) -> list[Job]:
+    """The runs of other rows and seeds that are in the sweep's folder, with the recipes that they should have."""
+    jobs = []
+    for path in sorted(out.glob("*/recipe.toml")):
+        recipe = load_recipe(path)
+        job = Job(Row(recipe.method, recipe.method), sweep.recipe_of(recipe.method, recipe.seed))
+        if job.name == path.parent.name:  # or it is no run of a sweep
+            jobs.append(job)
+    return jobs
+
+
+def _kept(path: Path, outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs in the result that is about to be replaced which are not in the new one: they may be nowhere else."""
+    from moatlab.outcomes import read_outcomes
+
+    def asked(one: dict[str, Any]) -> tuple[Any, ...]:
+        return one["recipe_sha256"], one["images"], one["aa_images"]
+
+    there = set(map(asked, outcomes))
+    try:
+        return [one for one in read_outcomes(path) if asked(one) not in there] if path.exists() else []
+    except UserError as error:
+        display.warn(f"{error}; it is written anew")
+        return []
 
 
 def _known(sweep: Sweep, job: Job, out: Path, before: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -23,31 +23,35 @@ from moatlab.tables import as_latex, as_markdown
 
 def make_result(
     experiment: Experiment, rows: list[Row], outcomes: dict[tuple[Row, int], Outcome], *,
-    others: dict[str, list[Outcome]], failures: list[dict[str, str]], facts: dict[str, Any],
+    others: dict[str, list[Outcome]], kept: list[Outcome], failures: list[dict[str, str]], facts: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """`others`: runs that are no rows, by method; claims may compare with them."""
-    everybody = [*outcomes.values(), *(one for found in others.values() for one in found)]
-    if len({one["data"]["sha256"] for one in everybody}) > 1:
-        raise UserError(
-            f"the runs were trained on different images called {everybody[0]['data']['name']}; not compared"
-        )
-    machines = sorted({machine(one) for one in everybody})
-    timed = len(machines) == 1  # seconds of two machines do not compare
+    """`others`: runs that are no rows, by method; claims may compare with them. `kept`: runs to hold on to, no more."""
+    images = {one["data"]["sha256"] for one in outcomes.values()}
+    if len(images) > 1:
+        name = next(iter(outcomes.values()))["data"]["name"]
+        raise UserError(f"the runs were trained on different images called {name}; not compared")
+    others = {method: [one for one in found if one["data"]["sha256"] in images] for method, found in others.items()}
     by_row = {row: [one for (of, _), one in outcomes.items() if of == row] for row in rows}
     by_row = {row: found for row, found in by_row.items() if found}
+    by_method = {method: found for method, found in others.items() if found}
+    by_method |= {row.method: found for row, found in by_row.items()}
     part = experiment.parts[0]
-    measured = {
-        method: as_runs(found, part, timed=timed)
-        for method, found in [*((row.method, found) for row, found in by_row.items()), *others.items()]
-    }
+    machines = sorted({machine(one) for one in outcomes.values()})
+
+    def timed(found: list[Outcome]) -> bool:
+        return len({*machines, *map(machine, found)}) == 1  # seconds of two machines do not compare
+
+    measured = {method: as_runs(found, part, timed=timed(found)) for method, found in by_method.items()}
+    base = by_method.get("fgsm", [])
     anybody = next(iter(outcomes.values()), None)
     shown = part_of(anybody, part) if anybody else None
-    best = _rows(experiment, by_row, "best", timed=timed) if "best" in experiment.parts else []
+    best = _rows(experiment, by_row, "best", base, timed=timed(base)) if "best" in experiment.parts else []
     return {
         "experiment": experiment.name, "kind": experiment.kind, "title": experiment.title, **facts,
         "images": shown and shown["images"],
         "data": anybody and anybody["data"], "machines": machines,
-        "rows": _rows(experiment, by_row, part, timed=timed),
+        "made": sorted({made(one) for one in outcomes.values()}),
+        "rows": _rows(experiment, by_row, part, base, timed=timed(base)),
         "best_rows": best or None,
         "claims": [asdict(claim) for claim in check_claims(experiment, measured)],
         "claims_in_paper": [asdict(claim) for claim in check_claims(experiment, paper_rows(experiment))],
@@ -56,19 +60,28 @@ def make_result(
         "command": shlex.join(["moat", *sys.argv[1:]]),
         "environment": describe_environment() | {"commit": commit()},
         "runs": [one for found in by_row.values() for one in found],
+        "kept_runs": kept,
     }  # fmt: skip
 
 
 def machine(outcome: Outcome) -> str:
+    """What decides how fast a run is, and its last bits."""
     environment = outcome["environment"]
-    return f"{environment['cpu']}, {environment['threads']} threads, GPU {environment['gpu']}"
+    precision = environment.get("precision", "fp32")
+    short = f", {precision}" if precision != "fp32" else ""
+    return f"{environment['cpu']}, {environment['threads']} threads, GPU {environment['gpu']}{short}"
+
+
+def made(outcome: Outcome) -> str:
+    """When and by which commit a run was evaluated."""
+    return f"{outcome['date']} by commit {outcome['commit'] or 'unknown'}" if "date" in outcome else "earlier"
 
 
 def _rows(
-    experiment: Experiment, by_row: dict[Row, list[Outcome]], part: Part, *, timed: bool
+    experiment: Experiment, by_row: dict[Row, list[Outcome]], part: Part, base: list[Outcome], *, timed: bool
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """One entry for each row: in every column the paper's number and ours, then what it cost, against fgsm too."""
-    base = next((found for row, found in by_row.items() if row.method == "fgsm"), None)
+    """One entry for each row: in every column the paper's number and ours, then what it cost, also against `base`, the
+    runs of fgsm."""
     paper_base = experiment.paper.get("fgsm", {}).get("minutes")
     entries = []
     for row, found in by_row.items():

@@ -11,19 +11,19 @@ COST = ("collapsed", "passes", "training", "time / fgsm")
 TITLES = {"rows": "The last epoch, as in the paper", "best_rows": "The best epoch on held-out images"}
 MARKS = {"holds": "holds", "does not hold": "does not hold", "not decided": "not decided at this scale"}
 EXPLAINED = (
-    "Accuracy in %: the mean and, behind ±, the standard deviation over seeds; below, the paper's and the difference. "
-    "Time / fgsm goes by the median epoch of each stage, so that pauses do not count; the paper's minutes come from "
-    "another machine, and only their ratios can be compared with ours. In the claims, ± is half of the 95 % interval "
-    "of a difference."
+    "Accuracy in %: the mean and, behind ±, the standard deviation over seeds; below, the 95 % interval, then the "
+    "paper's and the difference. Time / fgsm goes by the median epoch of each stage, so that pauses do not count; the "
+    "paper's minutes come from another machine, and only their ratios can be compared with ours. In the claims, ± is "
+    "half of the 95 % interval of a difference."
 )
 
 
 class Line(NamedTuple):
-    """A line of a table: ours, or the paper's below it."""
+    """A line of a table: ours, or what stands small below it."""
 
     name: str
     cells: list[str]
-    of_paper: bool = False
+    below: bool = False
 
 
 def columns_of(result: Result) -> dict[str, str]:
@@ -38,10 +38,12 @@ def lines_of(rows: list[dict[str, Any]]) -> list[Line]:
         fallen = sum(epoch is not None for epoch in row["collapsed_at"])
         spent = [f"{fallen} of {len(row['seeds'])}", f"{cost['passes']:g}", f"{cost['seconds']:.0f} s"]
         lines.append(Line(row["row"], [*map(cell, columns), *spent, ratio(cost["seconds_to_fgsm"])]))
+        bounds = ["-".join(f"{100 * bound:.1f}" for bound in column["interval"]) for column in columns]
+        lines.append(Line("95 % interval", bounds + [""] * len(COST), below=True))
         if columns[0]["paper"] is not None:
             theirs = [f"{100 * one['paper']:.1f} ({100 * one['difference']:+.1f})" for one in columns]
             spent = ["", "", f"{cost['paper_minutes']:.0f} min", ratio(cost["paper_to_fgsm"])]
-            lines.append(Line("paper (difference)", theirs + spent, of_paper=True))
+            lines.append(Line("paper (difference)", theirs + spent, below=True))
     return lines
 
 
@@ -95,13 +97,8 @@ def as_markdown(result: Result) -> str:
         if not result[key]:
             continue
         lines += [f"## {title}", "", *_markdown_table(["method", *headings, *COST], [
-            [f"*{line.name}*" if line.of_paper else f"`{line.name}`", *line.cells] for line in lines_of(result[key])
+            [f"*{line.name}*" if line.below else f"`{line.name}`", *line.cells] for line in lines_of(result[key])
         ]), ""]  # fmt: skip
-    bounds = [
-        [f"`{row['row']}`", *(_interval(column["interval"]) for column in row["columns"].values())]
-        for row in result["rows"]
-    ]  # fmt: skip
-    lines += ["## 95 % intervals", "", *_markdown_table(["method", *headings], bounds), ""]
     claims = [[one["sentence"], MARKS[one["verdict"]], one["numbers"], one["in_paper"]] for one in claims_of(result)]
     about = ["claim", "here", "the numbers", "in the paper's own table"]
     lines += ["## The paper's claims", "", *_markdown_table(about, claims), ""]
@@ -112,14 +109,11 @@ def as_markdown(result: Result) -> str:
         lines += [f"## {title}", "", *(f"- {entry}" for entry in entries), ""] if entries else []
     environment = result["environment"]
     lines += [
-        f"`{result['command']}`; {result['date']}; runs on {'; '.join(result['machines'])}; torch "
-        f"{environment['torch']}, moatlab {environment['moatlab']}, commit {environment['commit'] or 'unknown'}."
+        f"`{result['command']}`; {result['date']}, commit {environment['commit'] or 'unknown'}, torch "
+        f"{environment['torch']}, moatlab {environment['moatlab']}. Its runs: {'; '.join(result['made'])}; on "
+        f"{'; '.join(result['machines'])}."
     ]
     return "\n".join(lines) + "\n"
-
-
-def _interval(bounds: list[float]) -> str:
-    return "-".join(f"{100 * bound:.1f}" for bound in bounds)
 
 
 def _markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
@@ -129,9 +123,10 @@ def _markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def as_latex(result: Result) -> str:
-    """Tables for the packages booktabs and xcolor: our numbers, and the paper's in grey below."""
+    """Our numbers, and in grey below them the intervals and the paper's."""
     headings = ["method", *columns_of(result).values(), *COST]
-    lines = [f"% {result['experiment']}: {conditions(result)}", f"% {EXPLAINED}"]
+    lines = [r"% needs \usepackage{booktabs,xcolor}"]
+    lines += [f"% {result['experiment']}: {conditions(result)}", f"% {EXPLAINED}"]
     for key, title in TITLES.items():
         if not result[key]:
             continue
@@ -139,9 +134,10 @@ def as_latex(result: Result) -> str:
         lines += [" & ".join(headings) + r" \\", r"\midrule"]
         for line in lines_of(result[key]):
             cells = [text.replace("±", r"$\pm$").replace("(-", "($-$") for text in line.cells]
-            name = line.name if line.of_paper else r"\texttt{" + line.name.replace("|", r"\textbar{}") + "}"
+            name = line.name.replace("%", r"\%").replace("_", r"\_").replace("|", r"\textbar{}")
+            name = name if line.below else rf"\texttt{{{name}}}"
             grey = [rf"\textcolor{{gray}}{{{text}}}" for text in (name, *cells)]
-            lines.append(" & ".join(grey if line.of_paper else [name, *cells]) + r" \\")
+            lines.append(" & ".join(grey if line.below else [name, *cells]) + r" \\")
         lines += [r"\bottomrule", r"\end{tabular}", ""]
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from moatlab import display
-from moatlab.errors import RunFailed, UserError
+from moatlab.errors import NotWritten, RunFailed, UserError
 from moatlab.files import atomic, make_folder, remove_leftovers
 from moatlab.recipe import parse_eps
 from moatlab.report.gather import RunView, find_runs, gather
@@ -43,7 +43,10 @@ def write_report(
         raise UserError(f"{out} is a folder; name a file, such as {out / 'report.html'}")
     views = gather(folders, data_dir=data_dir, trust_model_code=trust_model_code)
     for view in views:
-        draw_pictures(view)
+        try:
+            draw_pictures(view)
+        except NotWritten as error:
+            view.problems.append(str(error))
     page = render(views, title=title, top=top)
     make_folder(out.parent)
     remove_leftovers(out)
@@ -51,10 +54,13 @@ def write_report(
         file.write(page.encode(errors="replace"))  # a name from the disk, or from a file, may be no text
 
 
-def publish(folders: list[Path], out: Path, *, data_dir: Path | None, trust_model_code: bool) -> None:
+def publish(
+    folders: list[Path], out: Path, *, data_dir: Path | None, trust_model_code: bool, title: str | None = None,
+    top: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Write a page about runs that are done, whatever becomes of it."""
     try:
-        write_report(folders, out, data_dir=data_dir, trust_model_code=trust_model_code)
+        write_report(folders, out, data_dir=data_dir, trust_model_code=trust_model_code, title=title, top=top)
     except (UserError, RunFailed) as error:
         display.warn(f"no report was made: {error}")
 
@@ -149,30 +155,42 @@ def _plots(views: list[RunView]) -> list[dict[str, Any]]:
             for number, view in enumerate(views)
             if view.record and measure in view.accuracy
         ]
-        drawing = scatter(points, x_label="passes over the training set", y_label=f"accuracy under {measure} (%)")
-        line = "The dashed line joins the runs that no other beats in both robustness and cost."
-        beaten = len(pareto([(x, y) for _, _, x, y in points])) < 2  # by one run, all others
-        note = "Robustness, and what training cost." if beaten else line
-        plots.append(_plot("cost", "Robustness against cost", drawing, note, _keys(views, points)))
-    radii = [
-        Series(view.label, number, _curve(view.portrait)) for number, view in enumerate(views) if view.portrait
-    ]  # fmt: skip
-    if radii:
-        portraits = [view.portrait for view in views if view.portrait]
-        scale = 255 if portraits[0]["norm"] == "linf" else 1
-        own = {scale * parse_eps(portrait["eps"], portrait["norm"]) for portrait in portraits}
-        alike = len(own) == 1
-        drawing = line_chart(
-            radii, x_label="eps x 255" if scale == 255 else "eps", y_label="robust accuracy (%)", x_unit="eps",
-            guide=own.pop() if alike else None,
+        threats = {(recipe.data, recipe.norm, recipe.eps_value) if (recipe := view.recipe) else None for view in tried}
+        alike = len(threats) == 1
+        front = pareto([(x, y) for _, _, x, y in points]) if alike else []
+        drawing = scatter(
+            points, x_label="passes over the training set", y_label=f"accuracy under {measure} (%)", front=front
         )  # fmt: skip
-        counts = " or ".join(dict.fromkeys(str(portrait["curve"]["images"]) for portrait in portraits))
-        note = (
-            f"A quick attack of {portraits[0]['steps']} steps on {counts} test images; who falls at a radius counts as "
-            f"fallen at larger ones.{' The dashed line: the radius trained for.' if alike else ''}"
-        )
-        plots.append(_plot("radius", "Robustness by radius", drawing, note, _keys(views, radii)))
-    return plots
+        note = "Robustness, and what training cost."
+        if not alike:
+            note += " The runs differ in data, norm or radius, so that their robustness does not compare."
+        elif len(front) > 1:  # or one run beats all others
+            note = "The dashed line joins the runs that no other beats in both robustness and cost."
+        plots.append(_plot("cost", "Robustness against cost", drawing, note, _keys(views, points)))
+    return plots + [
+        _by_radius(views, norm) for norm in dict.fromkeys(one["norm"] for one in _portraits(views).values())
+    ]
+
+
+def _portraits(views: list[RunView]) -> dict[int, dict[str, Any]]:
+    return {number: view.portrait for number, view in enumerate(views) if view.portrait}
+
+
+def _by_radius(views: list[RunView], norm: str) -> dict[str, Any]:
+    """Robustness by radius, of the runs that were trained in this norm."""
+    portraits = {number: portrait for number, portrait in _portraits(views).items() if portrait["norm"] == norm}
+    curves = [Series(views[number].label, number, _curve(portrait)) for number, portrait in portraits.items()]
+    scale, x_label = (255, "eps x 255 (L-inf)") if norm == "linf" else (1, "eps (L2)")
+    own = {scale * parse_eps(portrait["eps"], norm) for portrait in portraits.values()}
+    guide = own.pop() if len(own) == 1 else None
+    drawing = line_chart(curves, x_label=x_label, y_label="robust accuracy (%)", x_unit="eps", guide=guide)
+    counts = " or ".join(dict.fromkeys(str(portrait["curve"]["images"]) for portrait in portraits.values()))
+    steps = " or ".join(dict.fromkeys(str(portrait["steps"]) for portrait in portraits.values()))
+    note = (
+        f"A quick attack of {steps} steps on {counts} test images; who falls at a radius counts as fallen at larger "
+        f"ones.{' The dashed line: the radius trained for.' if guide is not None else ''}"
+    )
+    return _plot(f"radius-{norm}", "Robustness by radius", drawing, note, _keys(views, curves))
 
 
 def _plot(name: str, title: str, drawing: Markup, note: str, runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -115,13 +115,14 @@ def line_chart(
     return _figure(parts, {"kind": "lines", "series": values, "unit": x_unit, **_box(frame)}, f"{y_label} by {x_label}")
 
 
-def scatter(points: Sequence[tuple[str, int, float, float]], *, x_label: str, y_label: str) -> Markup:
-    """Named points (name, colour, x, y in percent), and the front of those that no other beats in both."""
+def scatter(
+    points: Sequence[tuple[str, int, float, float]], *, x_label: str, y_label: str, front: Sequence[Point] = ()
+) -> Markup:
+    """Named points (name, colour, x, y in percent), and a line through the `front` of them."""
     highest = max((y for *_, y in points), default=1.0)
     widest = max((x for _, _, x, _ in points), default=1.0)
     frame = Frame(0.0, widest * 1.12 or 1.0, max(highest * 1.15, 1.0))
     parts = _axes(frame, x_label, y_label)
-    front = pareto([(x, y) for _, _, x, y in points])
     if len(front) > 1:
         parts.append(tag("path", class_="front", d=frame.path(front)))
     taken: list[Point] = []
