@@ -16,6 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 import moatlab
+from moatlab.card import evaluate_subject, first_broken_by, shares, write_card
+from moatlab.files import read_json
+from moatlab.subject import load_subject
 from models_for_tests import FIXTURES
 from test_cli_bad_input import refuses  # noqa: F401 (a fixture)
 
@@ -36,6 +39,21 @@ def run_folder(alone):
     shutil.copy(COLLAPSED, folder / "model.safetensors")
     shutil.copy(ROBUST, folder / "model_best.safetensors")
     return folder
+
+
+@pytest.fixture(scope="session")
+def evaluated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated")
+    shutil.copy(COLLAPSED, folder / "model.safetensors")
+    evaluate_subject(
+        load_subject(folder), attacks=["fgsm", "pgd50", "apgd-ce"], count=40, audit=True, save_adversarial=True
+    )
+    return folder
+
+
+@pytest.fixture
+def collapsed_card(evaluated, alone):
+    return shutil.copytree(evaluated, alone / "run") / "eval.json"
 
 
 def timeless(card):
@@ -115,6 +133,63 @@ def test_saved_examples_are_verified_and_a_forged_one_is_caught(moat, run_folder
     assert "is classified correctly" in moat("verify", card).out
     np.savez(run_folder / "eval_adversarial.npz", **dict(saved, aa_rows=saved["aa_rows"][:-1], aa_x=saved["aa_x"][:-1]))
     assert "not those that the card says" in moat("verify", card).out
+
+
+def all_stand(card):
+    """Nobody was ever wrong, by a card whose numbers fit together."""
+    card["broken_by"] = {
+        name: [None if verdict == "clean" else verdict for verdict in verdicts]
+        for name, verdicts in card["broken_by"].items()
+        if name != "audit"
+    }
+    recount(card)
+
+
+def more_images(card):
+    card["broken_by"] = {name: [*verdicts, *[None] * 970] for name, verdicts in card["broken_by"].items()}
+    recount(card)
+
+
+def recount(card):
+    for name, result in card["results"].items():
+        result |= shares(card["broken_by"][name])
+    card["first_broken_by"] = first_broken_by(card["broken_by"])
+    card["all_attacks"] = shares(card["first_broken_by"])
+
+
+@pytest.mark.parametrize(
+    ("forge", "says"),
+    [
+        (lambda card: card["all_attacks"].update(standing=39, accuracy=39 / 40), "accuracies are not those"),
+        (lambda card: card["results"]["apgd-ce"].update(interval=[0.9, 1.0]), "accuracies are not those"),
+        (lambda card: card["results"]["pgd50"].update(standing=39), "accuracies are not those"),
+        (lambda card: card["first_broken_by"].reverse(), "what broke each image first"),
+        (lambda card: card.update(flags=[]), "raise a red flag that it does not show"),
+        (all_stand, "clean: the model is wrong about image"),
+        (more_images, "not one for each of the 40 images"),
+        (lambda card: card["broken_by"]["pgd50"].__setitem__(slice(None), ["pgd50"] * 40), "wrong before the attack"),
+        (lambda card: card["measured"].pop("pgd20"), "is not a card that moat eval wrote"),
+    ],
+)
+def test_a_card_whose_numbers_do_not_follow_from_its_verdicts_does_not_verify(moat, collapsed_card, forge, says):
+    """With a checksum that fits: it has no key, and guards against accidents only."""
+    assert moat("verify", collapsed_card).code == 0
+    card = read_json(collapsed_card)
+    forge(card)
+    write_card(collapsed_card, card)
+    ended = moat("verify", collapsed_card)
+    assert ended.code == (2 if "is not a card" in says else 1)
+    assert says in ended.out + ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_what_a_randomised_model_answered_is_not_verified(moat, collapsed_card):
+    card = read_json(collapsed_card)
+    card["measured"]["randomised"] = True
+    write_card(collapsed_card, card)
+    ended = moat("verify", collapsed_card)
+    assert ended.code == 2
+    assert "randomised model" in ended.err
 
 
 def test_a_card_of_another_model_does_not_verify(moat, run_folder):
@@ -238,6 +313,7 @@ def test_a_model_from_ones_own_factory_is_evaluated_at_the_usual_radius(moat, al
     code, out, err = moat("eval", "--model", "mine:factory", "--data", "mini", "--n", 20, "--attacks", "pgd7")
     assert code == 0, err
     assert "eps 8/255" in out
+    assert "mine:factory: 20 test images" in out  # not the picture of a factory
     assert (alone / "mine-factory.eval.json").exists()
 
 

@@ -636,3 +636,82 @@ def test_a_model_whose_gradient_is_the_same_for_all_pixels_can_be_attacked():
 
     x = torch.rand(4, 3, 4, 4)
     assert evaluate(Sums(), x, torch.zeros(4, dtype=torch.int64), attacks=["pgd50"], eps=0.01).accuracy["pgd50"] == 1
+
+
+# --- an evaluation that goes on is one of the same model
+
+
+class Rounding(nn.Module):
+    """Rounds its images first, if it has levels to round to; its weights do not tell."""
+
+    def __init__(self, levels=None):
+        super().__init__()
+        self.network, self.levels = network(), levels
+
+    def forward(self, x):
+        return self.network(x if self.levels is None else x + ((x * self.levels).round() / self.levels - x).detach())
+
+
+@pytest.mark.parametrize("levels", [7, 255])  # 255: no image of bytes is changed
+def test_an_evaluation_does_not_go_on_with_a_model_that_answers_otherwise(tmp_path, levels):
+    x = torch.randint(256, (12, 8, 8, 3), dtype=torch.uint8)
+    y = torch.arange(12) % 5
+    evaluate(Rounding(levels), x, y, attacks=["fgsm"], eps=EPS, state=tmp_path)
+    with pytest.raises(UserError, match="of a model that gives other answers, with the same weights; delete it"):
+        evaluate(Rounding(), x, y, attacks=["fgsm"], eps=EPS, state=tmp_path)
+    evaluate(Rounding(levels), x, y, attacks=["fgsm"], eps=EPS, state=tmp_path)
+
+
+def test_an_evaluation_of_other_weights_images_or_labels_is_refused_without_being_told_what_they_are(tmp_path):
+    model = network()
+    x, y = images(12, model)
+    first = evaluate(model, x, y, attacks=["fgsm"], eps=EPS, state=str(tmp_path / "state"))
+    for other, says in (
+        ((network(seed=9), x, y), "model"),
+        ((model, x.flip(0), y), "set of images"),
+        ((model, x, y.flip(0)), "set of images"),
+    ):
+        with pytest.raises(UserError, match=f"with another {says}"):
+            evaluate(*other, attacks=["fgsm"], eps=EPS, state=tmp_path / "state")
+    again = evaluate(model, x, y, attacks=["fgsm"], eps=EPS, state=tmp_path / "state")
+    assert again.accuracy == first.accuracy
+
+
+@pytest.mark.parametrize("short", [torch.float16, torch.bfloat16])
+def test_images_of_short_numbers_are_refused(short):
+    model = network()
+    x, y = images(12, model)
+    with pytest.raises(UserError, match=r"small steps vanish.*x\.float\(\)"):
+        evaluate(model, x.to(short), y, attacks=["fgsm"], eps=EPS)
+
+
+class Mean(nn.Module):
+    """Class 0 where the mean is above 1/2. In channels last, which its copy gets, two images are always misjudged: as
+    rounding that depends on the batch may."""
+
+    def forward(self, x):
+        misjudged = len(x) == 2 and not x.is_contiguous()
+        above = x.flatten(1).mean(1) - (10 if misjudged else 0.5)
+        return torch.stack([above, torch.zeros_like(above)], 1)
+
+
+def test_an_attack_that_stopped_at_a_point_which_fools_only_its_copy_goes_on_with_the_model():
+    """The first image falls at once; the other two are then a batch of two, which seems fooled too early."""
+    x = torch.tensor([0.512, 0.58, 0.58]).view(3, 1, 1, 1).expand(3, 3, 4, 4).contiguous()
+    result = evaluate(Mean(), x, torch.zeros(3, dtype=torch.int64), attacks=["pgd50", "cw50"], eps=0.1)
+    assert result.accuracy == {"clean": 1.0, "pgd50": 0.0, "cw50": 0.0}
+
+
+def test_an_infinite_gradient_is_followed_and_one_that_is_not_a_number_is_not():
+    class Root(nn.Module):
+        def forward(self, x):
+            steep = x[:, 0].flatten(1).sqrt().sum(1)  # infinite slope at 0
+            flat = (x[:, 1] * 0).flatten(1).log().nan_to_num(0, 0, 0).sum(1)  # 0 times infinity
+            return torch.stack([-steep - flat, torch.zeros_like(steep)], 1)
+
+    x = torch.zeros(2, 3, 4, 4)
+    for norm, eps in (("linf", 0.1), ("l2", 0.5)):
+        moved = fgsm(Root(), x, torch.zeros(2, dtype=torch.int64), eps=eps, norm=norm)
+        assert (moved[:, 0] > 0).all()
+        assert moved[:, 1:].count_nonzero() == 0
+        assert distance(moved - x, norm) == pytest.approx(eps, rel=1e-5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import moatlab
 from moatlab import guards, stages
 from moatlab.errors import RunFailed
 from moatlab.files import read_json
@@ -181,3 +182,30 @@ def test_deterministic_kernels_do_not_change_the_bits_of_our_own_model():
             model(x).square().sum().backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+class Assigned(nn.Module):
+    """Keeps a statistic as `self.mean = ...`, which puts another tensor in the buffer's place at every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        x = x.mean((2, 3))
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.linear(x - self.mean)
+
+
+def test_a_statistic_that_a_model_assigns_anew_is_put_back_too(poisoned, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randint(256, (88, 8, 8, 3), dtype=torch.uint8)
+    y = torch.arange(88) % 4
+    data = (x[:80], y[:80]), (x[80:], y[80:])
+    options = {"method": "standard", "eps": "8/255", "epochs": 2, "batch_size": 16, "lr": 0.05, "threads": 1}
+    poisoned(3)
+    run = moatlab.train(Assigned(), data, **options, on_nan="skip", out=tmp_path / "run")
+    assert run.model.mean.isfinite().all()
+    assert state(tmp_path / "run")["progress"]["skipped"] == 1

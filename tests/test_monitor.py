@@ -67,6 +67,29 @@ def test_accuracies_equal_attacks_written_out():
     assert measured == pytest.approx({name: count / 251 for name, count in right.items()}, abs=1.5 / 251)
 
 
+def test_large_images_go_through_the_model_in_smaller_batches_and_measure_the_same():
+    sizes = []
+
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 4)
+
+        def forward(self, x):
+            sizes.append(len(x))
+            return self.linear(x.mean((2, 3)))
+
+    torch.manual_seed(0)
+    model = Counts()
+    for side, most in ((32, 250), (64, 62), (224, 5)):
+        x, y = torch.randint(256, (251 if side == 32 else 70, side, side, 3), dtype=torch.uint8), torch.zeros(251)
+        y = y[: len(x)].long()
+        sizes.clear()
+        measured = measure(model, x, y, eps=0.1, seed=0)
+        assert max(sizes) <= most
+        assert measured["clean"] == (model(as_floats(x)).argmax(1) == y).float().mean().item()
+
+
 def test_measuring_leaves_the_model_and_the_generators_as_they_were():
     model = small_network()
     model(torch.rand(8, 3, 4, 4))

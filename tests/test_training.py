@@ -410,3 +410,16 @@ def test_an_initialisation_does_not_depend_on_what_was_drawn_before(small, tmp_p
         train(small("fgsm"), tmp_path / str(noise), max_steps=0)
         states.append(copy.deepcopy(bits(tmp_path / str(noise))))
     assert states[0] == states[1]
+
+
+def test_a_run_that_goes_on_elsewhere_says_that_its_bits_will_differ(small, tmp_path, capsys):
+    train(small("fgsm"), tmp_path / "run", max_steps=3)
+    train(small("fgsm"), tmp_path / "run", max_steps=5, resume=True)
+    assert "goes on with another" not in capsys.readouterr().err
+    record = read_json(tmp_path / "run" / "run.json")
+    record["environment"] |= {"precision": "bf16", "device": "cuda:3"}
+    write_json(tmp_path / "run" / "run.json", record)
+    train(small("fgsm"), tmp_path / "run", max_steps=6, resume=True)
+    told = capsys.readouterr().err
+    assert "another device (cpu, not cuda)" in told
+    assert "another precision (fp32, not bf16)" in told

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from moatlab import display, processes
+from moatlab import display, processes, redflags
+from moatlab.attacks.ensemble import LAST_ITERATE
 from moatlab.attacks.geometry import USUAL_EPS, Norm, distance
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating
@@ -23,7 +24,7 @@ from moatlab.data.batches import as_floats
 from moatlab.display import warn
 from moatlab.environment import describe_environment
 from moatlab.errors import RunFailed, UserError, needs_trust
-from moatlab.evaluation import Evaluation, evaluate, merged
+from moatlab.evaluation import Evaluation, audited, evaluate, merged
 from moatlab.files import UNREADABLE_ARRAYS, atomic, read_json, read_json_and_check, remove_leftovers, with_checksum
 from moatlab.intervals import wilson
 from moatlab.models import BUILT_IN, users_code
@@ -120,16 +121,11 @@ def make_card(
     result: Evaluation, subject: Subject, eps: str, environment: dict[str, Any], saved: str | None
 ) -> dict[str, Any]:
     count = result.settings["images"]
-    results = {}
-    for name, accuracy in result.accuracy.items():
-        standing = int(result.robust[name].sum())
-        results[name] = {
-            "accuracy": accuracy, "interval": wilson(standing, count), "standing": standing, **result.cost[name],
-        }  # fmt: skip
-        if name in NOTES:
-            results[name]["note"] = NOTES[name]
+    numbers = {name: shares(result.broken_by[name]) for name in result.accuracy}
+    results = {name: {**numbers[name], **result.cost[name]} for name in numbers}
+    for name in NOTES.keys() & results.keys():
+        results[name]["note"] = NOTES[name]
     first = first_broken_by(result.broken_by)
-    standing = first.count(None)
     card = {
         "subject": {"name": subject.name, **subject.source, "sha256": subject.sha256, "weights": subject.weights},
         "data": {
@@ -138,7 +134,7 @@ def make_card(
         },
         "settings": {**result.settings, "eps": eps},
         "results": results,
-        "all_attacks": {"accuracy": standing / count, "interval": wilson(standing, count), "standing": standing},
+        "all_attacks": shares(first),
         "flags": [asdict(flag) for flag in result.flags],
         "measured": result.measured,
         "adversarial": saved,
@@ -151,6 +147,12 @@ def make_card(
         broken = sum(verdict not in NOT_FOUND for verdict in verdicts)
         card["audit"] = {"attacked": broken + verdicts.count(None), "broken": broken, **result.cost["audit"]}
     return card
+
+
+def shares(verdicts: list[str | None]) -> dict[str, Any]:
+    standing = verdicts.count(None)
+    interval = wilson(standing, len(verdicts))
+    return {"accuracy": standing / len(verdicts), "interval": interval, "standing": standing}
 
 
 def first_broken_by(broken_by: dict[str, list[str | None]]) -> list[str | None]:
@@ -220,8 +222,9 @@ def verify(
 ) -> dict[str, Any]:
     """Each saved example of a card again: within eps + 1e-6 of its image in float64, in [0, 1], and misclassified.
 
-    Also that they are the examples which the card says are broken, of the model and the images that it names, and that
-    its accuracies are those of its verdicts.
+    Also that they are the examples which the card says are broken, of the model and the images that it names, that the
+    model is right and wrong about the plain images where the card says so, and that its numbers follow from its
+    verdicts.
     """
     card, unchanged = read_json_and_check(path)
     if not card.get("adversarial"):
@@ -235,10 +238,14 @@ def verify(
         beside = path.parent / Path(file).name if file else None
         if not all(isinstance(value, str) for value in (*options.values(), *checksums, settings["eps"])):
             raise TypeError
-        accuracies = {name: result["accuracy"] for name, result in card["results"].items()}
-        standing = {name: verdicts.count(None) / len(verdicts) for name, verdicts in broken_by.items()}
+        inconsistent = _inconsistency(card)
+        randomised = card["measured"]["randomised"]
     except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError):
         raise UserError(f"{path} is not a card that moat eval wrote") from None
+    if randomised:
+        raise UserError(
+            f"{path} is of a randomised model, whose answers differ from time to time; nothing can be verified"
+        )
     if not trust_model_code and options["model"] not in BUILT_IN:
         raise needs_trust(options["model"], path)
     subject = load_subject(beside, **options, data_dir=data_dir, device=device)
@@ -248,8 +255,8 @@ def verify(
     failures: list[str] = []
     if not unchanged:
         failures.append("the card was changed after it was written, or is damaged: its checksum does not fit")
-    if any(standing.get(name) != accuracy for name, accuracy in accuracies.items()):
-        failures.append("the accuracies are not those of the verdicts")
+    if inconsistent:
+        failures.append(inconsistent)
     if subject.sha256 != checksums[0]:
         failures.append("the model is not the one that was evaluated")
     if subject.images.sha256 != checksums[1]:
@@ -260,6 +267,7 @@ def verify(
     checked = 0
     worst = 0.0
     with evaluating(model), full_precision(), display.Bar("verify", max(len(broken_by), 1)) as bar:
+        failures += _plain_failures(model, subject, broken_by["clean"], settings["batch_size"])
         for number, (name, rows, points) in enumerate(examples):
             expected = [row for row, verdict in enumerate(broken_by[name]) if verdict not in NOT_FOUND]
             shape = (len(rows), *as_floats(subject.images.test_x[:1]).shape[1:])
@@ -271,7 +279,7 @@ def verify(
                 far, outside, right = _check(model, subject, chosen, z, norm, settings["batch_size"])
                 worst = max(worst, float(far.max()))
                 for trouble, which in (
-                    (f"is further than {settings['eps']} from its image", far > eps + TOLERANCE),
+                    (f"is further than {settings['eps']} from its image", far > eps + TOLERANCE * max(1, eps)),
                     ("leaves [0, 1]", outside),
                     ("is classified correctly", right),
                 ):
@@ -279,6 +287,48 @@ def verify(
                 checked += len(chosen)
             bar.update(number + 1, f"{checked} examples")
     return {"card": str(path), "checked": checked, "largest_distance": worst, "failures": failures}
+
+
+def _inconsistency(card: dict[str, Any]) -> str | None:
+    """What a card says that does not follow from its verdicts, in a sentence."""
+    broken_by, results, count = card["broken_by"], card["results"], card["data"]["images"]
+    if any(len(verdicts) != count for verdicts in broken_by.values()):
+        return f"the verdicts are not one for each of the {count} images"
+    first = first_broken_by({name: verdicts for name, verdicts in broken_by.items() if name != "audit"})
+    for name, verdicts in broken_by.items():
+        beyond = [verdict is not None for verdict in (first if name == "audit" else broken_by["clean"])]
+        if name not in LAST_ITERATE and [verdict in ("clean", "before") for verdict in verdicts] != beyond:
+            return f"{name}: images that were wrong before the attack are not those that the card says"
+    told = {name: results[name] for name in broken_by if name != "audit"} | {"all": card["all_attacks"]}
+    counted = {name: broken_by[name] for name in broken_by if name != "audit"} | {"all": first_broken_by(broken_by)}
+    if results.keys() != broken_by.keys() - {"audit"} or any(
+        told[name][key] != (list(value) if key == "interval" else value)
+        for name in counted
+        for key, value in shares(counted[name]).items()
+    ):
+        return "the accuracies are not those of the verdicts"
+    if card["first_broken_by"] != counted["all"]:
+        return "the list of what broke each image first is not that of the verdicts"
+    accuracy = {name: result["accuracy"] for name, result in results.items()}
+    raised = {flag.name for flag in redflags.judge(card["measured"], accuracy, broken_by, audited(broken_by))}
+    if missing := raised - {flag["name"] for flag in card["flags"]}:
+        return f"its numbers raise a red flag that it does not show: {min(missing)}"
+    return None
+
+
+def _plain_failures(model: nn.Module, subject: Subject, verdicts: list[str | None], batch_size: int) -> list[str]:
+    """The plain images that the model answers otherwise than the card says."""
+    failures = []
+    for begin in range(0, len(verdicts), VERIFIED_AT_ONCE):
+        rows = torch.arange(begin, min(begin + VERIFIED_AT_ONCE, len(verdicts)))
+        _, _, right = _check(model, subject, rows, as_floats(subject.images.test_x[rows]), "linf", batch_size)
+        told = torch.tensor([verdicts[row] is None for row in rows.tolist()])
+        answer = {True: "right", False: "wrong"}
+        failures += [
+            f"clean: the model is {answer[not said]} about image {row}, and the card says {answer[said]}"
+            for row, said in zip(rows[right != told].tolist(), told[right != told].tolist(), strict=True)
+        ]
+    return failures
 
 
 def _check(

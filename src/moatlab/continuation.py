@@ -39,8 +39,10 @@ def begin(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
 
 def go_on(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
     try:
-        if folder.read_record().data.get("sha256") != session.images.sha256:
+        record = folder.read_record()
+        if record.data.get("sha256") != session.images.sha256:
             raise UserError(f"{session.recipe.data} is not the data that the run in {folder.path} was started with")
+        warn_of_a_move(record.environment, environment_of(session))
     except Damaged as error:
         display.warn(f"{error}; it is made anew")
     progress, good = newest_progress(session, folder)
@@ -48,6 +50,14 @@ def go_on(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
     restore_lines(folder.events, progress.events)
     display.note(f"continuing {folder.path} at step {progress.step} of {session.total_steps}")
     return progress, good
+
+
+def warn_of_a_move(before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in ("device", "precision", "torch", "cpu"):
+        old, new = (str(one.get(name)).partition(":")[0] for one in (before, now))  # whichever GPU it is
+        if old != new:
+            told = f"the run goes on with another {name} ({new}, not {old})"
+            display.warn(f"{told}; it will not end with the bits of one that never stopped")
 
 
 def newest_progress(session: Session, folder: RunFolder) -> tuple[Progress, Good]:

@@ -16,7 +16,7 @@ from moatlab import processes
 
 PLAIN_LINE_SECONDS = 15.0
 
-console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not processes.is_first())
+console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True, quiet=not processes.is_first())
 
 
 def note(message: str, style: str | None = None) -> None:

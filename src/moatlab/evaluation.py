@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from moatlab import display, redflags
 from moatlab.attacks.draws import Draws
-from moatlab.attacks.ensemble import ENSEMBLES, LAST_ITERATE, Part, check_names, parts_of
+from moatlab.attacks.ensemble import ENSEMBLES, FIND_OR_RETURN, LAST_ITERATE, Part, check_names, parts_of
 from moatlab.attacks.geometry import USUAL_EPS, Norm
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating
@@ -24,6 +23,7 @@ from moatlab.environment import keep_freed_memory
 from moatlab.errors import Interrupted, RunFailed, UserError
 from moatlab.interrupts import Caught, signals_caught
 from moatlab.models import users_code
+from moatlab.models.weights import hash_of
 from moatlab.partial import Partial
 from moatlab.precision import DTYPES, Autocast, full_precision, left_as_found
 from moatlab.randomness import key
@@ -69,7 +69,7 @@ def evaluate(
     audit: bool = False,
     keep_adversarial: bool = False,
     precision: str = "fp32",
-    state: Path | None = None,
+    state: str | Path | None = None,
     identity: dict[str, Any] | None = None,
 ) -> Evaluation:
     """Accuracy of `model` on images `x` with labels `y`, plain and under attacks (by their names).
@@ -81,7 +81,8 @@ def evaluate(
 
     `examples` numbers the images within their data set (0, 1, ... if not given): random draws depend on the seed and
     that number alone, so that batches, chunks, order and shards change no draw. With `state`, a folder, an evaluation
-    that was stopped goes on where it was; `identity` says what it must be an evaluation of.
+    that was stopped goes on where it was. One of other weights, images or settings, or of a model that gives other
+    answers, is refused; `identity` holds what else it must be an evaluation of.
     """
     names = check_names(attacks)
     check_norm(norm)
@@ -108,9 +109,12 @@ def evaluate(
         }  # fmt: skip
         if precision != "fp32":
             settings["precision"] = precision
-        numbers = hashlib.sha256(job.examples.numpy().tobytes()).hexdigest()
-        identity = {**settings, "examples": numbers, "keep_adversarial": keep_adversarial, **(identity or {})}
-        partial = Partial(state, identity, keep_examples=keep_adversarial)
+        if state is not None:
+            images = hash_of("", [("x", x), ("y", y), ("examples", job.examples)])
+            weights = hash_of("", [*model.named_parameters(), *model.named_buffers()])
+            identity = {**settings, "model": weights, "set of images": images,
+                        "keep_adversarial": keep_adversarial, **(identity or {})}  # fmt: skip
+        partial = Partial(None if state is None else Path(state), identity or {}, keep_examples=keep_adversarial)
         job.run(partial, catch_signals=state is not None)
     return job.result(partial, settings)
 
@@ -179,7 +183,7 @@ class _Job:
         self.eps, self.norm, self.seed = eps, norm, seed
         self.examples = torch.arange(len(y)) if examples is None else examples.cpu()
         sample = self.images(slice(0, min(len(y), 8)))
-        self.classes, self.measured = check_model(model, sample, self.y, names)
+        self.classes, self.answers, self.measured = check_model(model, sample, self.y, names)
         # Measured: gradients of CIFAR-sized images gain little beyond 256 at once, and memory is bounded by it.
         batch_size = batch_size or max(min(BATCH, BATCH * BATCH_PIXELS // sample[0].numel()), 32)
         # Users' models get contiguous images, which some rely on; the copy gets what it was laid out for.
@@ -270,7 +274,10 @@ class _Job:
         points = step.part.run(self.attacked, x, y, draws, before)
         wrong = self._broken(points, y)
         # Where rounding fools the copy and not the model itself, the attack stopped too early: on with the model.
-        disputed = is_wrong(self.attacked.logits(points), y) & ~wrong
+        claimed = is_wrong(self.attacked.logits(points), y)
+        if step.part.attack in FIND_OR_RETURN:  # another point than x was one that fooled the copy, in its batch then
+            claimed |= (points != x).flatten(1).any(1)
+        disputed = claimed & ~wrong
         if disputed.any():
             again = None if before is None else before[disputed]
             points[disputed] = step.part.run(self.untouched, x[disputed], y[disputed], draws.of(disputed), again)
@@ -287,7 +294,7 @@ class _Job:
         for place in self.chunks:
             logits = self.untouched.logits(self.images(place))
             if logits.isnan().any():
-                row = place.start + int(logits.isnan().any(1).nonzero()[0])
+                row = int(self.examples[place.start + int(logits.isnan().any(1).nonzero()[0])])
                 raise UserError(f"the model's output for image {row} is not a number; it can't be evaluated")
             self.clean_wrong[place] = is_wrong(logits, self.y[place]).cpu()
         self._charge("clean", begun, counts)
@@ -305,6 +312,15 @@ class _Job:
         if saved is None:
             return None
         state, points = saved
+        before = torch.tensor(state.get("answers", []), dtype=self.answers.dtype)
+        scale = float(self.answers.abs().max())
+        if not state["measured"]["randomised"] and (
+            before.shape != self.answers.shape or not torch.allclose(before, self.answers, rtol=0, atol=1e-4 * scale)
+        ):
+            raise UserError(
+                f"{partial.folder} holds an unfinished evaluation of a model that gives other answers, with the same "
+                "weights; delete it to evaluate anew"
+            )
         self.cost, self.measured = state["cost"], state["measured"]
         self.verdicts = {name: torch.tensor(state["verdicts"][name], dtype=torch.int8) for name in self.names}
         self.clean_wrong = torch.tensor(state["clean_wrong"], dtype=torch.bool)
@@ -313,7 +329,7 @@ class _Job:
 
     def _state(self, step: int) -> dict[str, Any]:
         return {
-            "step": step, "cost": self.cost, "measured": self.measured,
+            "step": step, "cost": self.cost, "measured": self.measured, "answers": self.answers.tolist(),
             "clean_wrong": self.clean_wrong.int().tolist(),
             "verdicts": {name: verdicts.tolist() for name, verdicts in self.verdicts.items()},
         }  # fmt: skip

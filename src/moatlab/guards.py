@@ -24,13 +24,16 @@ class Guard:
     def __init__(self, session: Session) -> None:
         self.session, self.skipping = session, session.recipe.on_nan == "skip"
         self.trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
-        self.buffers = list(session.model.buffers()) if self.skipping else []
-        state = [*session.model.parameters(), *session.model.buffers()]  # a buffer may hold -inf by design, as masks do
-        self.finite_at_first = [tensor for tensor in state if bool(all_finite([tensor]))]
+        # By name, for a model may put another tensor in a buffer's place. One may hold -inf by design, as masks do.
+        self.finite_at_first = [name for name, tensor in self.state().items() if bool(all_finite([tensor]))]
         self.bad = torch.zeros(session.steps_per_epoch, dtype=torch.bool, device=session.device)  # steps of an epoch
 
+    def state(self) -> dict[str, Tensor]:
+        return dict([*self.session.model.named_parameters(), *self.session.model.named_buffers()])
+
     def begin_step(self) -> None:
-        self.before = [buffer.clone() for buffer in self.buffers]
+        buffers = self.session.model.named_buffers() if self.skipping else ()
+        self.before = {name: buffer.detach().clone() for name, buffer in buffers}
 
     def update(self, step: int, loss: Tensor) -> Tensor:
         """The optimizer's step, unless the loss or a gradient is not finite; the loss, or 0 if it was not taken.
@@ -44,8 +47,11 @@ class Guard:
             optimizer.found_inf = (bad if self.skipping else bad | self.bad.any()).float()
         scaler.step(optimizer)  # type: ignore[arg-type]  # all that it reads of one is there
         scaler.update()
-        for buffer, before in zip(self.buffers, self.before, strict=True):
-            buffer.copy_(torch.where(bad, before, buffer))
+        if self.before:
+            with torch.no_grad():
+                for name, buffer in self.session.model.named_buffers():
+                    if name in self.before:
+                        buffer.copy_(torch.where(bad, self.before[name], buffer))
         self.bad[step % len(self.bad)] = bad
         return torch.where(bad, 0.0, loss)
 
@@ -59,7 +65,8 @@ class Guard:
         return found
 
     def weights_are_finite(self) -> bool:
-        return bool(all_finite(self.finite_at_first))
+        state = self.state()
+        return bool(all_finite(state[name] for name in self.finite_at_first))
 
     def gradients_fit(self) -> bool:
         """False where fp16 overflows however small the gradients are made: no step is taken any more."""

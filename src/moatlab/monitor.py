@@ -19,7 +19,8 @@ from moatlab.precision import full_precision
 from moatlab.randomness import generator
 from moatlab.stages import misalignment
 
-BATCH = 250
+BATCH = 250  # images that share their draws, and go through the model at once if they are small
+SMALL_IMAGE = 3 * 32 * 32
 SHOWN = 8  # images that may be kept to be looked at
 PASSES = 9.5  # 11 forwards and 8 input-backwards for an image
 LOW = 0.05  # pgd7 accuracy that is none
@@ -50,7 +51,7 @@ def measure(
 
     `shared`: connected processes, which all call this with all of the images, share the work; each gets the result.
     """
-    probe = Probe(model)
+    probe = Probe(model, batch_size=max(min(BATCH, BATCH * SMALL_IMAGE // x[0].numel()), 2))
     right = torch.zeros(3, dtype=torch.int64, device=y.device)
     misaligned = torch.zeros((), device=y.device)
     with evaluating(model), full_precision():

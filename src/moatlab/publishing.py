@@ -91,7 +91,7 @@ def print_reproduction(result: dict[str, Any]) -> None:
 
     from moatlab.tables import MARKS, columns_of, conditions
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     names = columns_of(result)
     table = Table("method", *names.values(), "passes", "time", title=f"{result['experiment']}: {result['title']}")
     for column in table.columns[1:]:

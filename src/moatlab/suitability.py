@@ -37,6 +37,11 @@ def check_input(x: Tensor, y: Tensor, eps: float, norm: str, examples: Tensor | 
         raise UserError(
             f"x has shape {tuple(x.shape)} and type {x.dtype}; it must be (N, C, H, W) floats or (N, H, W, C) bytes"
         )
+    if x.dtype in (torch.float16, torch.bfloat16):
+        raise UserError(
+            f"x is {x.dtype}, in which small steps vanish and the ball is left by rounding; give x.float(), and let a "
+            'model of short numbers convert it, or evaluate it with precision="bf16" or "fp16"'
+        )
     channels, others = (1, 3) if x.is_floating_point() else (3, 1)
     if x.shape[channels] > 4 >= x.shape[others]:
         order = "(0, 3, 1, 2)" if x.is_floating_point() else "(0, 2, 3, 1)"
@@ -57,8 +62,9 @@ def check_input(x: Tensor, y: Tensor, eps: float, norm: str, examples: Tensor | 
         raise UserError("examples must give one number for each image")
 
 
-def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    """The number of classes, and what a few images show about the model's answers. Refuses what can't be attacked."""
+def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) -> tuple[int, Tensor, dict[str, Any]]:
+    """The number of classes; the model's answers for a few images, which tell it from another of the same weights; and
+    what they show about it. Refuses what can't be attacked."""
 
     def ask(images: Tensor) -> Tensor:
         shown = images.clone()
@@ -97,7 +103,9 @@ def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) ->
                 "statistics?); its accuracy under attack is not defined"
             )
     probabilities = bool((logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-3).all())
-    return classes, {"randomised": randomised, "probabilities": probabilities}
+    between = 0.97 * x + 0.0123  # values that no byte has: a model may round its images
+    answers = torch.cat([logits, ask(between)]).float().nan_to_num().cpu()
+    return classes, answers, {"randomised": randomised, "probabilities": probabilities}
 
 
 def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:

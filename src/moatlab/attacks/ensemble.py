@@ -25,6 +25,7 @@ SEGMENT = 500  # of Square's queries, after which an evaluation can be continued
 
 AUTOATTACK = ("apgd-ce", "apgd-t", "fab-t", "square")
 ENSEMBLES = {"aa": AUTOATTACK, "aa-fast": AUTOATTACK[:2]}
+FIND_OR_RETURN = ("pgd50", "cw50", "apgd-ce", "apgd-t", "fab-t")  # return x itself where they find nothing
 LAST_ITERATE = ("fgsm", "pgd7", "mim50")  # judged at one point, for every image
 NAMES = ("clean", "fgsm", "pgd7", "pgd50", "cw50", "mim50", "apgd-ce", "apgd-t", "fab-t", "square", "aa", "aa-fast")
 FOUR_CLASSES = ("apgd-t", "aa", "aa-fast")  # their loss needs the four largest logits

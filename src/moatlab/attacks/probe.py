@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from moatlab.attacks.losses import cross_entropy
 
+STEEP = 1e12  # in place of an infinite entry; its square is still a number
+
 
 class Probe:
     """Logits and input gradients of a model, in the mode the model is in.
@@ -41,6 +43,7 @@ class Probe:
         """What the model answers; nothing can be differentiated through it."""
         with self.without_gradients():
             answers = [self._call(part) for (part,) in self._split(x)]
+        torch.clear_autocast_cache()  # or earlier PyTorch would train on with casts that have no graph
         answer = joined(answers)
         return answer.clone() if answer.is_inference() else answer
 
@@ -62,7 +65,8 @@ class Probe:
                     (gradient,) = torch.autograd.grad(total, part, materialize_grads=True)
                 else:  # a model that nothing can be differentiated through has no slope to follow
                     gradient = torch.zeros_like(part)
-                gradients.append(gradient.nan_to_num(0, 0, 0))  # no direction to follow there
+                # Not a number: no direction to follow there. Beyond all numbers: a steep one.
+                gradients.append(gradient.nan_to_num(0, STEEP, -STEEP))
                 answers.append(logits.detach())
                 self.gradients += len(part)
         return joined(gradients), joined(answers)

@@ -94,7 +94,8 @@ def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
         tested = _shuffled(_list_images(folder / "test", classes), "folder test order")
     else:
         tested = [image for image in listed if _draw(image[0]) < 0.1] or [min(listed, key=lambda one: _draw(one[0]))]
-        listed = [image for image in listed if image not in set(tested)]
+        apart = set(tested)
+        listed = [image for image in listed if image not in apart]
         note = f"{len(tested):,} of its images are set apart for testing"
     for part, images in (("training", listed), ("test", tested)):
         shown = {label for _, label in images}

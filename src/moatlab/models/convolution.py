@@ -42,6 +42,8 @@ def short_for_this_cpu(x: Tensor) -> torch.dtype | None:
     """The type that autocast asks for, where this CPU has no instructions for it."""
     if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return None
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
     short = torch.get_autocast_dtype("cpu")
     known: bool = (
         torch.ops.mkldnn._is_mkldnn_bf16_supported()

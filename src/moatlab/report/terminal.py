@@ -7,6 +7,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from moatlab.recipe import NORM_NAMES
 
@@ -23,7 +24,7 @@ def print_comparison(result: dict[str, Any]) -> None:
         collapse = f"at epoch {row['collapsed_at']}" if row["collapsed_at"] else "no"
         collapse = f"at {row['alarms'][-1]}, kept {row['kept_epoch']}" if row["kept_epoch"] else collapse
         table.add_row(row["method"], *percent, f"{row['passes']:g}", f"{row['train_seconds']:.0f}", collapse)
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(table)
     for row in result["rows"]:
         if row["collapsed_at"] and not row["kept_epoch"] and row["fgsm"] > row["pgd7"] + 0.1:
@@ -38,7 +39,7 @@ def print_card(card: dict[str, Any]) -> None:
     ball = NORM_NAMES[settings["norm"]]
     title = f"{card['subject']['name']}: {data['images']:,} test images of {data['name']}, {ball} eps {settings['eps']}"
     title += f", in {settings['precision']}" if "precision" in settings else ""
-    table = Table("attack", "accuracy %", "95 %", "forwards", "gradients", "seconds", title=title)
+    table = Table("attack", "accuracy %", "95 %", "forwards", "gradients", "seconds", title=Text(title))
     for column in table.columns[1:]:
         column.justify = "right"
     rows = dict(card["results"])
@@ -50,7 +51,7 @@ def print_card(card: dict[str, Any]) -> None:
         seconds = f"{result['seconds']:.1f}" if "seconds" in result else ""
         label = f"{name} *" if "note" in result else name
         table.add_row(label, f"{100 * result['accuracy']:.1f}", f"{low}-{high}", *work, seconds)
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(table)
     for name, result in rows.items():
         if "note" in result:
