@@ -13,7 +13,7 @@ from moatlab.errors import UserError
 from moatlab.files import read_json
 from moatlab.intervals import interval, over_seeds, paired_difference, wilson
 from moatlab.monitor import collapsed_at
-from moatlab.outcomes import read_outcomes, unpack
+from moatlab.outcomes import as_runs, read_outcomes, unpack
 from moatlab.paper import COLUMNS, EXPERIMENTS, TABLE, experiment
 
 KEPT = Path(__file__).parents[1] / "docs" / "results"
@@ -95,6 +95,22 @@ def test_one_seed_that_does_not_collapse_is_enough_to_fail_and_so_is_one_multi_s
     assert verdicts("table2a", {"fgsm": made_up(0.0, collapsed=True)})["fgsm-collapses"] == "holds"
     assert verdicts("table2a", {"pgd:2": some, "moat:2": fgsm})["multi-step-never-collapses"] == "does not hold"
     assert verdicts("table2a", {"fgsm": some})["multi-step-never-collapses"] == "not decided"
+
+
+def test_a_collapse_without_a_gap_between_fgsm_and_pgd7_is_told_apart():
+    def outcome(seed, collapsed_at, fgsm):
+        history = [{"epoch": 1, "fgsm": 0.5, "pgd7": 0.3, "comparable": True},
+                   {"epoch": 2, "fgsm": 0.9, "pgd7": 0.0, "comparable": False},
+                   {"epoch": 3, "fgsm": fgsm, "pgd7": 0.02, "comparable": True}]  # fmt: skip
+        return {"seed": seed, "collapsed_at": collapsed_at, "history": history, "passes": 1.0, "steady_seconds": 1.0,
+                "last": {"accuracy": {"aa": 0.0}, "standing": {"aa": "1"}}}  # fmt: skip
+
+    runs = as_runs([outcome(0, 3, 0.4), outcome(1, 3, 0.1), outcome(2, None, 0.1)])
+    assert runs.slowly == {0: False, 1: True, 2: False}
+    rows = {"fast": runs, "moat:2": runs}
+    told = {claim.name: claim.numbers for claim in check_claims(experiment("table2a"), rows)}
+    assert told["fast-collapses"] == "fast: 2 of 3 seeds collapsed, 1 of them slowly: fgsm fell with pgd7"
+    assert told["multi-step-never-collapses"] == "collapsed: moat:2 (2 of 3, 1 of them slowly: fgsm fell with pgd7)"
 
 
 def test_one_seed_decides_nothing_about_accuracy_and_says_that_it_is_one():

@@ -36,6 +36,7 @@ class Runs:
     time: dict[int, float]
     collapsed: dict[int, bool]
     standing: dict[str, dict[int, list[bool]]] = field(default_factory=dict)
+    slowly: dict[int, bool] = field(default_factory=dict)  # collapsed, and FGSM accuracy fell as PGD-7 accuracy did
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,8 @@ def collapses(label: str) -> Check:
 
     def check(rows: Rows) -> list[Part]:
         fates = list(rows[label].collapsed.values())
-        return [
-            Part("holds" if all(fates) else "does not hold", f"{label}: {sum(fates)} of {_seeds(len(fates))} collapsed")
-        ]
+        told = f"{label}: {sum(fates)} of {_seeds(len(fates))} collapsed{_slowly(rows[label])}"
+        return [Part("holds" if all(fates) else "does not hold", told)]
 
     return check
 
@@ -93,7 +93,9 @@ def never_collapses(labels: Sequence[str]) -> Check:
 
     def check(rows: Rows) -> list[Part]:
         fates = {label: list(rows[label].collapsed.values()) for label in labels if label in rows}
-        fallen = [f"{label} ({sum(fate)} of {len(fate)})" for label, fate in fates.items() if any(fate)]
+        fallen = [
+            f"{label} ({sum(fate)} of {len(fate)}{_slowly(rows[label])})" for label, fate in fates.items() if any(fate)
+        ]
         if fallen:
             return [Part("does not hold", f"collapsed: {', '.join(fallen)}")]
         missing = [label for label in labels if label not in rows]
@@ -165,6 +167,11 @@ def _ratio(ours: str, theirs: str, fits: Callable[[float], bool], *, in_time: bo
         return [Part(verdict, f"{'time' if in_time else 'cost'} of {ours} / {theirs} = {shown or 'unknown'}")]
 
     return check
+
+
+def _slowly(runs: Runs) -> str:
+    count = sum(runs.slowly.values())
+    return f", {count} of them slowly: fgsm fell with pgd7" if count else ""
 
 
 def _seeds(count: int) -> str:

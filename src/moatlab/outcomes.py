@@ -16,6 +16,7 @@ from moatlab.claims import Runs
 from moatlab.environment import commit
 from moatlab.errors import Damaged, UserError
 from moatlab.files import read_json, write_json
+from moatlab.monitor import GAP
 from moatlab.paper import COLUMNS, WATCHED, Part
 from moatlab.precision import left_as_found
 from moatlab.recipe import Recipe
@@ -174,4 +175,13 @@ def as_runs(outcomes: Sequence[Outcome], part: Part = "last", *, timed: bool = T
         time={seed: seeds[seed]["steady_seconds"] for seed in parts if timed},
         collapsed={seed: seeds[seed]["collapsed_at"] is not None for seed in parts},
         standing={name: {seed: unpack(one["standing"][name]) for seed, one in parts.items()} for name in judged},
+        slowly={seed: _fell_slowly(seeds[seed]) for seed in parts},
     )
+
+
+def _fell_slowly(outcome: Outcome) -> bool:
+    """Whether a run that collapsed shows no gap of FGSM over PGD-7 accuracy from then on: overfitting, but of the slow
+    kind (Rice et al., 2020), which ends below the line of a collapse as well."""
+    since = outcome["collapsed_at"]
+    checks = [line for line in outcome["history"] if since and line["comparable"] and line["epoch"] >= since]
+    return since is not None and all(check["fgsm"] - check["pgd7"] <= GAP for check in checks)
