@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +28,13 @@ from moatlab.partial import Partial
 from moatlab.precision import DTYPES, Autocast, full_precision, left_as_found
 from moatlab.randomness import key
 from moatlab.recipe import parse_eps
-from moatlab.redflags import Flag
 from moatlab.suitability import as_tensor, channels_last_copy, check_input, check_model, check_norm, device_of
+from moatlab.verdicts import AUDIT, Evaluation, audited
 
 STANDING, CLEAN = 0, 1  # verdicts; from 2 on, the number of the member attack that broke the example, plus 2
 CHUNK_IMAGES, CHUNK_BYTES = 1000, 2**26
 BATCH, BATCH_PIXELS = 256, 3 * 32 * 32  # images of that size; fewer of larger ones
-AUDIT = "audit"
 AUDIT_RESTARTS = 20
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What came out. Accuracies are fractions of all images; `robust` and `broken_by` are in the order given."""
-
-    attacks: tuple[str, ...]
-    accuracy: dict[str, float]
-    robust: dict[str, Tensor]  # a bool for each example
-    broken_by: dict[str, list[str | None]]  # "clean" where the image itself is misclassified; None: still standing
-    cost: dict[str, dict[str, float]]  # forwards and gradients (in images), seconds
-    flags: list[Flag]
-    measured: dict[str, Any]  # what the flags were judged by
-    settings: dict[str, Any]
-    # what was found, where it was asked for and not left in `state`: (numbers of images, points), piece by piece
-    adversarial: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict, repr=False)
 
 
 def evaluate(
@@ -117,49 +100,6 @@ def evaluate(
         partial = Partial(None if state is None else Path(state), identity or {}, keep_examples=keep_adversarial)
         job.run(partial, catch_signals=state is not None)
     return job.result(partial, settings)
-
-
-def merged(parts: Sequence[Evaluation]) -> Evaluation:
-    """One evaluation of a data set, from those of its parts in their order. What the red flags go by besides verdicts
-    and labels was measured on the first images, which are in the first part."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    robust = {name: torch.cat([part.robust[name] for part in parts]) for name in first.robust}
-    broken_by = {name: [verdict for part in parts for verdict in part.broken_by[name]] for name in first.broken_by}
-    accuracy = {name: int(flags.sum()) / len(flags) for name, flags in robust.items()}
-    cost = {
-        name: {kind: sum(part.cost[name][kind] for part in parts) for kind in ("forwards", "gradients")}
-        | {"seconds": max(part.cost[name]["seconds"] for part in parts)}
-        for name in first.cost
-    }
-    labels = [sum(counts) for counts in zip(*(part.measured["labels"] for part in parts), strict=True)]
-    measured = first.measured | {"labels": labels}
-    starts = [sum(part.settings["images"] for part in parts[:number]) for number in range(len(parts))]
-    adversarial = {
-        name: [(rows + start, points) for part, start in zip(parts, starts, strict=True)
-               for rows, points in part.adversarial[name]]
-        for name in first.adversarial
-    }  # fmt: skip
-    return Evaluation(
-        attacks=first.attacks,
-        accuracy=accuracy,
-        robust=robust,
-        broken_by=broken_by,
-        cost=cost,
-        flags=redflags.judge(measured, accuracy, broken_by, audited(broken_by)),
-        measured=measured,
-        settings=first.settings | {"images": len(robust["clean"])},
-        adversarial=adversarial,
-    )
-
-
-def audited(broken_by: dict[str, list[str | None]]) -> tuple[int, int] | None:
-    """How many images the audit broke, of how many; None where there was none."""
-    if AUDIT not in broken_by:
-        return None
-    verdicts = [verdict for verdict in broken_by[AUDIT] if verdict != "before"]
-    return len(verdicts) - verdicts.count(None), len(verdicts)
 
 
 @dataclass(frozen=True)
@@ -239,13 +179,12 @@ class _Job:
 
             self.attacked.tick = self.untouched.tick = tick
             try:
-                with users_code("the model failed under attack", RunFailed):
-                    first, points = self._continue(partial) or self._begin(progress)
-                    for number in range(first, len(steps)):
-                        points = self._take(steps[number], partial, progress, points)
-                        if number + 1 == len(steps) or not steps[number + 1].part.continues:
-                            points = None
-                        partial.save(self._state(number + 1), points)
+                first, points = self._continue(partial) or self._begin(progress)
+                for number in range(first, len(steps)):
+                    points = self._take(steps[number], partial, progress, points)
+                    if number + 1 == len(steps) or not steps[number + 1].part.continues:
+                        points = None
+                    partial.save(self._state(number + 1), points)
             except Interrupted as error:
                 partial.flush()
                 raise Interrupted(f"{error}; nothing is lost", error.signal_number) from None
@@ -253,6 +192,7 @@ class _Job:
                 partial.flush()
                 raise
 
+    @users_code("the model failed under attack", RunFailed)
     def _take(self, step: Step, partial: Partial, progress: _Progress, before: Tensor | None) -> Tensor | None:
         """One step on the examples still standing; who falls is entered. Returns the points of those who do not."""
         verdicts = self.verdicts[step.name][step.place]
@@ -288,6 +228,7 @@ class _Job:
         self._charge(step.name, begun, counts)
         return points[~wrong]
 
+    @users_code("the model failed under attack", RunFailed)
     def _begin(self, progress: _Progress) -> tuple[int, None]:
         """Plain accuracy, and what the red flags are judged by."""
         begun, counts = time.perf_counter(), self._counts()

@@ -93,7 +93,7 @@ def verify_command(card: Path, data_dir: Path | None, device: str, trust_model_c
 
     Needs a card made with --save-adversarial, beside its model. Ends with exit code 1 if an example fails.
     """
-    from moatlab.card import verify
+    from moatlab.verification import verify
 
     card = card / "eval.json" if card.is_dir() else card
     report = verify(card, data_dir=data_dir, device=device, trust_model_code=trust_model_code)
