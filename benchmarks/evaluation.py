@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 import moatlab
 from moatlab.data.batches import as_floats
-from moatlab.environment import keep_freed_memory
 from moatlab.models.weights import read_weights
+from moatlab.runtime.environment import keep_freed_memory
 
 BATCH = 250
 Attack = Callable[[nn.Module, Tensor, Tensor, float], Tensor]

@@ -167,7 +167,7 @@ def summary(images: int, seeds: int) -> dict[str, Any]:
                 "passes": percent[1] <= percent[0] + 0.2 and ours["examples_hold"] and bool(flags & {*ours["flags"]}),
             }
         )  # fmt: skip
-    from moatlab.environment import describe_environment
+    from moatlab.runtime.environment import describe_environment
 
     return {
         "images": images, "seeds": seeds, "eps": EPS, "data": "mini, test",

@@ -30,10 +30,10 @@ from moatlab.attacks.probe import evaluating
 from moatlab.attacks.square_attack import square
 from moatlab.bench import peak_memory
 from moatlab.data.batches import Batches, as_floats
-from moatlab.environment import keep_freed_memory
 from moatlab.preparation import prepare
 from moatlab.recipe import make_recipe
 from moatlab.runfolder import RunFolder
+from moatlab.runtime.environment import keep_freed_memory
 from moatlab.training import Run
 
 KS = range(1, 9)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import moatlab
-from moatlab.environment import describe_environment
+from moatlab.runtime.environment import describe_environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "speed.json"
 

@@ -33,12 +33,12 @@ from sides import ask, has_cifar10, installed, record, start, tell
 from torch import Tensor, nn
 
 import moatlab
-from moatlab.environment import keep_freed_memory
 from moatlab.methods import Stage
 from moatlab.models.convolution import Conv2d
 from moatlab.preparation import Session, prepare
 from moatlab.recipe import Recipe, make_recipe
 from moatlab.runfolder import RunFolder
+from moatlab.runtime.environment import keep_freed_memory
 from moatlab.schedules import SCHEDULES
 from moatlab.training import Run
 

@@ -15,7 +15,7 @@ import matplotlib as mpl
 mpl.use("agg")
 import matplotlib.pyplot as plt
 
-from moatlab.environment import describe_environment
+from moatlab.runtime.environment import describe_environment
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "examples"

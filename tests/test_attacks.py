@@ -8,7 +8,7 @@ from moatlab.attacks import Probe, fgsm, pgd
 from moatlab.attacks.meter import Meter
 from moatlab.attacks.probe import evaluating, frozen
 from moatlab.cost import Cost
-from moatlab.precision import full_precision
+from moatlab.runtime.device import full_precision
 from models_for_tests import Linear, small_network
 
 

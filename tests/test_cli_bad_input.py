@@ -12,7 +12,7 @@ import torch
 
 from moatlab import make_recipe, train
 from moatlab.data.cifar import to_records
-from moatlab.files import read_json
+from moatlab.runtime.files import read_json
 
 
 def contents(folder):

@@ -542,5 +542,5 @@ def test_threads_are_those_that_the_environment_names(monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", told)
         assert moatlab.make_recipe("fgsm").threads == expected
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("moatlab.processes.launched", lambda: 2)  # by torchrun, which sets it by itself
+    monkeypatch.setattr("moatlab.runtime.distributed.launched", lambda: 2)  # by torchrun, which sets it by itself
     assert moatlab.make_recipe("fgsm").threads == cores

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import moatlab
 from moatlab.card import evaluate_subject, write_card
-from moatlab.files import read_json
+from moatlab.runtime.files import read_json
 from moatlab.subject import load_subject
 from moatlab.verdicts import first_broken_by, shares
 from models_for_tests import FIXTURES

@@ -7,11 +7,11 @@ import torch
 
 import moatlab
 from moatlab import training
-from moatlab.errors import NotWritten, RunFailed
-from moatlab.files import read_json
 from moatlab.methods import parse_method
 from moatlab.recipe import make_recipe
 from moatlab.runfolder import RunFolder
+from moatlab.runtime.errors import NotWritten, RunFailed
+from moatlab.runtime.files import read_json
 from moatlab.training import train
 
 GOOD, LOST = {"fgsm": 0.30, "pgd7": 0.28, "alignment": 0.9}, {"fgsm": 0.60, "pgd7": 0.01, "alignment": 0.05}

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from moatlab.data import load_images
 from moatlab.data.cifar import SPECS, read_pickle, read_records, to_records
-from moatlab.errors import UserError
+from moatlab.runtime.errors import UserError
 
 MINI, CIFAR10, CIFAR100 = SPECS["mini"], SPECS["cifar10"], SPECS["cifar100"]
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from moatlab.data import load_images
 from moatlab.data.folder import channel_statistics, histogram
-from moatlab.errors import UserError
+from moatlab.runtime.errors import UserError
 
 
 def write_image(path, color=(0, 0, 0), size=(8, 6)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moatlab.data import KNOWN_SIZES, MINI_FOLDER, available, checksum, get_images_folder, load_images
-from moatlab.errors import UserError
+from moatlab.runtime.errors import UserError
 
 
 @pytest.fixture(autouse=True)

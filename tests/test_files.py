@@ -16,8 +16,17 @@ from hypothesis import strategies as st
 
 from faults.commands import moat, outcome_of_run
 from faults.fulldisk import OPTIONS
-from moatlab.errors import Damaged, NotWritten, UserError
-from moatlab.files import append_line, as_line, atomic, locked, read_json, remove_leftovers, restore_lines, write_json
+from moatlab.runtime.errors import Damaged, NotWritten, UserError
+from moatlab.runtime.files import (
+    append_line,
+    as_line,
+    atomic,
+    locked,
+    read_json,
+    remove_leftovers,
+    restore_lines,
+    write_json,
+)
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -85,7 +94,7 @@ def test_lines_are_restored_whatever_became_of_their_file(tmp_path_factory, want
 HOLDER = """
 import sys, time
 from pathlib import Path
-from moatlab.files import locked
+from moatlab.runtime.files import locked
 with locked(Path(sys.argv[1])):
     print("mine", flush=True)
     time.sleep(60)

@@ -8,12 +8,12 @@ from torch import nn
 
 import moatlab
 from moatlab import guards, stages
-from moatlab.errors import RunFailed
-from moatlab.files import read_json
 from moatlab.guards import all_finite
-from moatlab.precision import same_bits
 from moatlab.recipe import make_recipe
 from moatlab.runfolder import RunFolder
+from moatlab.runtime.device import same_bits
+from moatlab.runtime.errors import RunFailed
+from moatlab.runtime.files import read_json
 from moatlab.training import Run, train
 
 

@@ -1,49 +1,46 @@
-"""The layers in docs/architecture.md are those of the code."""
+"""The rooms of the package, and the one rule between them: a room imports from rooms to its left only."""
 
 import ast
-import re
 from pathlib import Path
 
 import moatlab
 
 ROOT = Path(moatlab.__file__).parent
-DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
+TIERS = ["runtime", "attacks data models", "methods", "training", "evaluation", "report", "reproduce sharing", "cli"]
+HEIGHT = {room: height for height, tier in enumerate(TIERS) for room in tier.split()}
 
 
-def layers():
-    """name of a module or package -> its height, read from the block that people read."""
-    block = re.search(r"```layers\n(.*?)```", DOCUMENT.read_text(), re.DOTALL).group(1)
-    rows = [re.split(r"[,\s]+", line.strip()) for line in block.strip().splitlines()]
-    return {name: -number for number, row in enumerate(rows) for name in row}
-
-
-def imports_of(path):
-    """The first name below moatlab of everything that a file imports from moatlab, in functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "moatlab":
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moatlab."):
-            yield node.module.split(".")[1]
-        elif isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("moatlab."))
-
-
-def test_a_module_imports_only_from_layers_below_its_own():
-    height = layers()
-    seen = set()
+def modules():
+    """dotted name -> path, of every file in a room"""
+    found = {}
     for path in ROOT.rglob("*.py"):
-        name = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        if name in ("__init__", "__main__"):
-            continue
-        seen.add(name)
-        for other in imports_of(path):
-            assert other == name or height[other] < height[name], f"{path.name} imports {other}"
-    assert seen == height.keys()
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if len(parts) > 1:
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
 
 
-def test_no_public_function_shares_its_modules_name():
-    modules = {path.stem for path in ROOT.rglob("*.py")} | {path.name for path in ROOT.iterdir() if path.is_dir()}
-    assert not modules & set(moatlab.__all__)
+def imports_of(path, known):
+    """The modules of ours that a file imports, in functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "moatlab":
+            base = (node.module or "").removeprefix("moatlab").lstrip(".")
+            names = [".".join(filter(None, (base, alias.name))) for alias in node.names]
+            names = [name if name in known else base for name in names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name.removeprefix("moatlab.") for alias in node.names if alias.name.startswith("moatlab.")]
+        yield from (name for name in names if name)
+
+
+def test_a_room_imports_from_rooms_to_its_left_only():
+    known = modules()
+    for name, path in known.items():
+        room = name.split(".")[0]
+        for other in imports_of(path, known):
+            there = other.split(".")[0]
+            if there in HEIGHT:
+                assert there == room or HEIGHT[there] < HEIGHT[room], f"{name} imports {other}"
 
 
 def test_every_public_name_can_be_used():

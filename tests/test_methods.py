@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moatlab.cost import Cost
-from moatlab.errors import UserError
 from moatlab.methods import Method, Stage, parse_method
+from moatlab.runtime.errors import UserError
 
 # Forwards, input-backwards, weight-backwards and double backwards of one step: the table of the methods, by hand.
 STEP_COST = {

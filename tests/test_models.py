@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 import moatlab
 from moatlab.checkpoint import save_model
-from moatlab.errors import UserError
 from moatlab.models import build_model
 from moatlab.models.preact_resnet import PreActResNet18
+from moatlab.runtime.errors import UserError
 from models_for_tests import Linear
 
 

@@ -8,7 +8,7 @@ from moatlab.data.batches import as_floats
 from moatlab.methods import parse_method
 from moatlab.monitor import collapsed_at as collapsed_at_checks
 from moatlab.monitor import judge, measure
-from moatlab.randomness import generator, key
+from moatlab.runtime.randomness import generator, key
 from models_for_tests import small_network
 
 ONE_STAGE, CYCLE = parse_method("fgsm"), parse_method("moat:2")

@@ -17,12 +17,12 @@ from moatlab.attacks.first_order import uniform_in_ball
 from moatlab.attacks.geometry import distance
 from moatlab.data import load_images
 from moatlab.data.batches import Batches
-from moatlab.errors import UserError
 from moatlab.methods import STAGES, Stage
 from moatlab.models import BUILT_IN, build_model
 from moatlab.models.weights import read_weights
 from moatlab.preparation import choose_device
 from moatlab.recipe import load_recipe, make_recipe
+from moatlab.runtime.errors import UserError
 from moatlab.stages import BATCH_STAGES, Context, stage_loss
 from moatlab.subject import model_sha256
 
@@ -343,8 +343,8 @@ def test_a_gpu_without_a_number_is_given_one_and_several_processes_take_their_ow
     assert [str(choose_device(name)) for name in ("auto", "cuda", "cuda:1")] == ["cuda:2", "cuda:2", "cuda:1"]
     with pytest.raises(UserError, match="no such device"):
         choose_device("cuda:4")
-    monkeypatch.setattr("moatlab.processes.launched", lambda: 4)
-    monkeypatch.setattr("moatlab.processes.number_on_this_machine", lambda: 3)
+    monkeypatch.setattr("moatlab.runtime.distributed.launched", lambda: 4)
+    monkeypatch.setattr("moatlab.runtime.distributed.number_on_this_machine", lambda: 3)
     assert str(choose_device("auto")) == "cuda:3"
 
 

@@ -10,11 +10,11 @@ import moatlab
 from moatlab import guards
 from moatlab.attacks import fgsm
 from moatlab.attacks.probe import Probe
-from moatlab.errors import RunFailed, UserError
 from moatlab.models.preact_resnet import PreActResNet18
-from moatlab.precision import Autocast, choose_precision
 from moatlab.preparation import prepare
 from moatlab.recipe import make_recipe
+from moatlab.runtime.device import Autocast, choose_precision
+from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.training import train
 
 

@@ -16,12 +16,12 @@ import models_for_tests
 from moatlab import methods, stages
 from moatlab.checkpoint import Progress, laid_out_like, load_checkpoint, save_checkpoint, seal
 from moatlab.cost import Cost
-from moatlab.errors import RunFailed, UserError
-from moatlab.files import read_json, write_json
 from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.preparation import split
 from moatlab.recipe import make_recipe
 from moatlab.runfolder import RunFolder
+from moatlab.runtime.errors import RunFailed, UserError
+from moatlab.runtime.files import read_json, write_json
 from moatlab.sgd import Sgd
 from moatlab.training import Run, train
 

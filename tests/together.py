@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from moatlab import processes
 from moatlab.card import evaluate_subject
 from moatlab.recipe import make_recipe
+from moatlab.runtime import distributed
 from moatlab.subject import load_subject
 from moatlab.training import train
 
@@ -13,7 +13,7 @@ STAGES = "moat:2", "imoat:1,2,3", "standard | cutmix | nfgsm", "fgsm | kim | gra
 
 
 def everything(folder, data):
-    processes.connect()
+    distributed.connect()
     for kind in ("in_double", "in_single"):
         for number, method in enumerate(STAGES):
             recipe = make_recipe(

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from moatlab.data import load_images
     from moatlab.data.arrays import as_images
     from moatlab.entry import TrainedRun, train
-    from moatlab.errors import RunFailed, UserError
     from moatlab.evaluation import evaluate
     from moatlab.methods import parse_method
     from moatlab.models import load
     from moatlab.monitor import measure
     from moatlab.recipe import Recipe, make_recipe
+    from moatlab.runtime.errors import RunFailed, UserError
     from moatlab.stages import add_stage, make_batch
     from moatlab.sweep import compare
 
@@ -45,9 +45,9 @@ __all__ = [
 
 _HOME = {
     "Recipe": "recipe",
-    "RunFailed": "errors",
+    "RunFailed": "runtime.errors",
     "TrainedRun": "entry",
-    "UserError": "errors",
+    "UserError": "runtime.errors",
     "add_stage": "stages",
     "as_images": "data.arrays",
     "compare": "sweep",

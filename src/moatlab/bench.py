@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from moatlab.attacks.probe import Probe
-from moatlab.display import Bar, Pace
-from moatlab.environment import describe_environment, keep_freed_memory
-from moatlab.files import SCHEMA
 from moatlab.models import BUILT_IN, build_model, users_code
-from moatlab.precision import DTYPES, Autocast, choose_precision, full_precision, left_as_found
 from moatlab.preparation import choose_device, prepare
 from moatlab.recipe import make_recipe
 from moatlab.runfolder import RunFolder
+from moatlab.runtime.console import Bar, Pace
+from moatlab.runtime.device import DTYPES, Autocast, choose_precision, full_precision, left_as_found
+from moatlab.runtime.environment import describe_environment, keep_freed_memory
+from moatlab.runtime.files import SCHEMA
 from moatlab.sgd import Sgd
 from moatlab.training import Run
 

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from moatlab import display, processes
 from moatlab.attacks.geometry import USUAL_EPS, Norm
 from moatlab.data import Images
-from moatlab.display import warn
-from moatlab.environment import describe_environment
-from moatlab.errors import UserError
 from moatlab.evaluation import evaluate
-from moatlab.files import atomic, read_json, remove_leftovers, with_checksum
 from moatlab.partial import discard, for_one_process, pieces
 from moatlab.recipe import parse_eps
+from moatlab.runtime import console, distributed
+from moatlab.runtime.console import warn
+from moatlab.runtime.environment import describe_environment
+from moatlab.runtime.errors import UserError
+from moatlab.runtime.files import atomic, read_json, remove_leftovers, with_checksum
 from moatlab.subject import Subject
 from moatlab.suitability import device_of
 from moatlab.verdicts import AUDIT, NOT_FOUND, Evaluation, first_broken_by, merged, shares
@@ -51,8 +51,8 @@ def evaluate_subject(
     count = len(images.test_y) if count is None else count
     if count > len(images.test_y):
         raise UserError(f"--n {count} is more than the {len(images.test_y)} test images of {images.name}")
-    if count < processes.count():
-        raise UserError(f"{count} images are too few for {processes.count()} processes")
+    if count < distributed.count():
+        raise UserError(f"{count} images are too few for {distributed.count()} processes")
     warn_of_sorted(images, count)
     device = device_of(subject.model, torch.empty(0))
     environment = describe_environment(device) | {"device": str(device)}
@@ -61,9 +61,9 @@ def evaluate_subject(
         "moatlab": environment["moatlab"], "torch": environment["torch"], "threads": environment["threads"],
         "device": device.type,  # each process has a GPU of its own
     }  # fmt: skip
-    processes.agree("models or images", [*identity.values(), count, attacks, radius, norm, seed, precision])
-    mine = processes.share(count)
-    parts = processes.from_all(mine)
+    distributed.agree("models or images", [*identity.values(), count, attacks, radius, norm, seed, precision])
+    mine = distributed.share(count)
+    parts = distributed.from_all(mine)
     stem = subject.card.name.removesuffix(".json")
     names = [f"{stem}.partial", *(f"{stem}_{number}.partial" for number in range(1, len(parts)))]
     states = [subject.card.with_name(name) for name in names]
@@ -77,7 +77,7 @@ def evaluate_subject(
             norm=norm, seed=seed, batch_size=batch_size, audit=audit, keep_adversarial=save_adversarial,
             precision=precision, examples=torch.arange(count)[mine], state=state, identity=identity,
         )  # fmt: skip
-        result = merged(processes.from_all(result))
+        result = merged(distributed.from_all(result))
 
         def write() -> dict[str, Any]:
             card = make_card(result, subject, radius, environment, saved.name if save_adversarial else None)
@@ -92,7 +92,7 @@ def evaluate_subject(
                 saved.unlink(missing_ok=True)  # of an earlier card
             return card
 
-        card = processes.from_first(write)
+        card = distributed.from_first(write)
         discard(state)
     return card
 
@@ -155,7 +155,7 @@ def keep_previous(path: Path, card: dict[str, Any], saved: Path) -> None:
         before["adversarial"] = f"{kept.stem}_adversarial.npz"
         saved.replace(path.with_name(before["adversarial"]))
     write_card(kept, before)
-    display.note(f"the card that was there, of more attacks, images or examples, is kept as {kept}")
+    console.note(f"the card that was there, of more attacks, images or examples, is kept as {kept}")
 
 
 def write_card(path: Path, card: dict[str, Any]) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.cost import Cost
-from moatlab.errors import UserError
-from moatlab.files import SCHEMA, atomic, read_whole
 from moatlab.models.weights import METADATA_KEY, UNREADABLE, check_archive, fingerprint, first_line, set_weights
+from moatlab.runtime.errors import UserError
+from moatlab.runtime.files import SCHEMA, atomic, read_whole
 from moatlab.sgd import Sgd
 
 

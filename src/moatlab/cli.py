@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 
 import click
 
-from moatlab import display, processes
-from moatlab.errors import Interrupted, RunFailed, UserError
 from moatlab.examining import bench_command, eval_command, verify_command
 from moatlab.options import (
     FILE,
@@ -31,6 +29,8 @@ from moatlab.options import (
 )
 from moatlab.publishing import export_command, report_command, reproduce_command
 from moatlab.recipe import Recipe, default_name, make_recipe
+from moatlab.runtime import console, distributed
+from moatlab.runtime.errors import Interrupted, RunFailed, UserError
 
 COST_NAMES = ("forwards", "input_backwards", "weight_backwards", "double_backwards")
 
@@ -50,7 +50,7 @@ def cli(context: click.Context) -> None:
     moat report RUN ...       a page to look at
     moat reproduce table2a    a table or figure of the paper
     """
-    if processes.launched() > 1 and context.invoked_subcommand not in ("train", "eval"):
+    if distributed.launched() > 1 and context.invoked_subcommand not in ("train", "eval"):
         raise UserError(f"torchrun is for moat train and moat eval; start moat {context.invoked_subcommand} by itself")
 
 
@@ -93,7 +93,7 @@ def train_command(
         recipe, out, data_dir=data_dir, resume=resume, max_steps=max_steps, checkpoint_every=checkpoint_every,
         stream=stream,
     )  # fmt: skip
-    if not processes.is_first():
+    if not distributed.is_first():
         return
     page = out / "report.html"
     if record.final and not (page.exists() and page.stat().st_mtime >= (out / "run.json").stat().st_mtime):
@@ -192,7 +192,7 @@ def demo_command(seed: int, out: Path | None, as_json: bool) -> None:
     """
     recipes = [make_recipe(method, preset="mini", seed=seed) for method in ("fgsm", "moat:2")]
     out = out or Path("runs") / f"demo_s{seed}"
-    display.note("two runs, which cost the same: fgsm, then moat:2\n")
+    console.note("two runs, which cost the same: fgsm, then moat:2\n")
     run_comparison(recipes, out, data_dir=None, resume=True, as_json=as_json)
 
 
@@ -261,7 +261,7 @@ def completion_command(shell: str) -> None:
 @json_option
 def env_command(as_json: bool) -> None:
     """Versions and hardware, for a bug report or a results table."""
-    from moatlab.environment import describe_environment
+    from moatlab.runtime.environment import describe_environment
 
     facts = describe_environment()
     if as_json:
@@ -281,7 +281,7 @@ def main() -> NoReturn:
     try:
         cli.main(arguments, standalone_mode=False)
         sys.stdout.flush()  # here a full disk can still be told of
-        processes.disconnect()
+        distributed.disconnect()
         sys.exit(0)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
@@ -296,7 +296,7 @@ def main() -> NoReturn:
             message += ", continue by starting it again" + (
                 " with --resume" if {"train", "compare"} & {*arguments[:1]} else ""
             )
-        if processes.may_speak():
+        if distributed.may_speak():
             with suppress(OSError):
                 click.echo(f"moat: {' '.join(message.split())}", err=True)
         code = 2 if isinstance(error, UserError | click.ClickException) else 1
@@ -308,7 +308,7 @@ def main() -> NoReturn:
 
 def end(code: int) -> NoReturn:
     """One of several processes ends at once: to take leave of the others, it would have to wait for them."""
-    if processes.launched() == 1:
+    if distributed.launched() == 1:
         sys.exit(code)
     with suppress(OSError, ValueError):
         sys.stdout.flush()

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from moatlab import display, processes
 from moatlab.checkpoint import Progress, load_checkpoint, save_checkpoint
-from moatlab.environment import describe_environment
-from moatlab.errors import Damaged, UserError
-from moatlab.files import restore_lines
 from moatlab.preparation import Session
 from moatlab.runfolder import RunFolder, RunRecord
+from moatlab.runtime import console, distributed
+from moatlab.runtime.environment import describe_environment
+from moatlab.runtime.errors import Damaged, UserError
+from moatlab.runtime.files import restore_lines
 
 Good = dict[str, Tensor] | None  # the weights of the last good epoch, where a collapse may call for them
 
@@ -20,10 +20,10 @@ Good = dict[str, Tensor] | None  # the weights of the last good epoch, where a c
 def take_up(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
     """Begin or go on, as the folder says. The first process reads and writes; the others get what it has."""
     start = go_on if folder.checkpoints else begin
-    progress, good, scale = processes.from_first(lambda: (*start(session, folder), session.scaler.state_dict()))
+    progress, good, scale = distributed.from_first(lambda: (*start(session, folder), session.scaler.state_dict()))
     session.scaler.load_state_dict(scale)
     velocities = session.optimizer.velocity.values()
-    processes.copy_from_first([*session.model.parameters(), *session.model.buffers(), *velocities])
+    distributed.copy_from_first([*session.model.parameters(), *session.model.buffers(), *velocities])
     return progress, good
 
 
@@ -44,11 +44,11 @@ def go_on(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
             raise UserError(f"{session.recipe.data} is not the data that the run in {folder.path} was started with")
         warn_of_a_move(record.environment, environment_of(session))
     except Damaged as error:
-        display.warn(f"{error}; it is made anew")
+        console.warn(f"{error}; it is made anew")
     progress, good = newest_progress(session, folder)
     restore_lines(folder.metrics, progress.history)
     restore_lines(folder.events, progress.events)
-    display.note(f"continuing {folder.path} at step {progress.step} of {session.total_steps}")
+    console.note(f"continuing {folder.path} at step {progress.step} of {session.total_steps}")
     return progress, good
 
 
@@ -57,7 +57,7 @@ def warn_of_a_move(before: dict[str, Any], now: dict[str, Any]) -> None:
         old, new = (str(one.get(name)).partition(":")[0] for one in (before, now))  # whichever GPU it is
         if old != new:
             told = f"the run goes on with another {name} ({new}, not {old})"
-            display.warn(f"{told}; it will not end with the bits of one that never stopped")
+            console.warn(f"{told}; it will not end with the bits of one that never stopped")
 
 
 def newest_progress(session: Session, folder: RunFolder) -> tuple[Progress, Good]:
@@ -73,7 +73,7 @@ def newest_progress(session: Session, folder: RunFolder) -> tuple[Progress, Good
             failures.append(str(error))
             continue
         if failures:
-            display.warn(f"{failures[0]}; it is put aside, and the one before it is used")
+            console.warn(f"{failures[0]}; it is put aside, and the one before it is used")
             folder.checkpoint.replace(folder.checkpoint.with_name("checkpoint_damaged.pt"))
         return found
     raise UserError("; ".join(failures) + "; begin anew in another folder")
@@ -103,5 +103,5 @@ def new_record(session: Session) -> RunRecord:
 
 def environment_of(session: Session) -> dict[str, Any]:
     return describe_environment() | {
-        "device": str(session.device), "precision": session.precision, "processes": processes.count(),
+        "device": str(session.device), "precision": session.precision, "processes": distributed.count(),
     }  # fmt: skip

@@ -8,13 +8,14 @@ from typing import Any, overload
 
 from torch import nn
 
-from moatlab import display, processes, training
+from moatlab import training
 from moatlab.data import Images
 from moatlab.data.arrays import as_images
-from moatlab.errors import UserError
 from moatlab.models import load
 from moatlab.recipe import Recipe, default_name, make_recipe
 from moatlab.runfolder import RunRecord
+from moatlab.runtime import console, distributed
+from moatlab.runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def free_folder(recipe: Recipe, preset: str | None, resume: bool) -> Path:
     several processes all must name the same: they take the first."""
     first = Path("runs") / default_name(recipe, preset)
     folders = [first]
-    while processes.launched() == 1 and folders[-1].exists():
+    while distributed.launched() == 1 and folders[-1].exists():
         folders.append(first.with_name(f"{first.name}_{len(folders) + 1}"))
     folder = folders[-2] if resume and len(folders) > 1 else folders[-1]
-    display.note(f"the run goes to {folder}")
+    console.note(f"the run goes to {folder}")
     return folder

@@ -12,22 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moatlab import display, redflags
+from moatlab import redflags
 from moatlab.attacks.draws import Draws
 from moatlab.attacks.ensemble import ENSEMBLES, FIND_OR_RETURN, LAST_ITERATE, Part, check_names, parts_of
 from moatlab.attacks.geometry import USUAL_EPS, Norm
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
-from moatlab.environment import keep_freed_memory
-from moatlab.errors import Interrupted, RunFailed, UserError
-from moatlab.interrupts import Caught, signals_caught
 from moatlab.models import users_code
 from moatlab.models.weights import hash_of
 from moatlab.partial import Partial
-from moatlab.precision import DTYPES, Autocast, full_precision, left_as_found
-from moatlab.randomness import key
 from moatlab.recipe import parse_eps
+from moatlab.runtime import console
+from moatlab.runtime.device import DTYPES, Autocast, full_precision, left_as_found
+from moatlab.runtime.environment import keep_freed_memory
+from moatlab.runtime.errors import Interrupted, RunFailed, UserError
+from moatlab.runtime.randomness import key
+from moatlab.runtime.signals import Caught, signals_caught
 from moatlab.suitability import as_tensor, channels_last_copy, check_input, check_model, check_norm, device_of
 from moatlab.verdicts import AUDIT, Evaluation, audited
 
@@ -265,7 +266,7 @@ class _Job:
         self.cost, self.measured = state["cost"], state["measured"]
         self.verdicts = {name: torch.tensor(state["verdicts"][name], dtype=torch.int8) for name in self.names}
         self.clean_wrong = torch.tensor(state["clean_wrong"], dtype=torch.bool)
-        display.note("continuing the evaluation where it was")
+        console.note("continuing the evaluation where it was")
         return state["step"], points
 
     def _state(self, step: int) -> dict[str, Any]:
@@ -332,7 +333,7 @@ class _Progress:
 
     def __init__(self, job: _Job, steps: list[Step]) -> None:
         self.job, self.steps = job, steps
-        self.bar = display.Bar("clean", 1.0)
+        self.bar = console.Bar("clean", 1.0)
         self.begun = time.perf_counter()
         self.title, self.text, self.done = "clean", "", 0.0
         self.ahead, self.passes_then = self._work(steps, 1.0) + len(job.y) / 2, 0.0
@@ -371,7 +372,7 @@ class _Progress:
     def show(self) -> None:
         passes = self._passes()
         left = max(self.ahead - (passes - self.passes_then), 0.0)
-        eta = display.duration(left * (time.perf_counter() - self.begun) / passes)
+        eta = console.duration(left * (time.perf_counter() - self.begun) / passes)
         self.done = max(self.done, passes / (passes + left))  # what is left is a guess: no bar goes back
         self.bar.update(self.done, f"{self.text}{eta} left", title=self.title)
 

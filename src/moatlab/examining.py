@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from moatlab import processes
-from moatlab.display import warn
-from moatlab.errors import RunFailed, UserError
 from moatlab.options import FILE, Grouped, data_dir_option, json_option, print_file, print_json, trust_option
+from moatlab.runtime import distributed
+from moatlab.runtime.console import warn
+from moatlab.runtime.errors import RunFailed, UserError
 
 
 @click.command("eval", cls=Grouped, short_help="Accuracy under attack, of a run or of any model.")
@@ -62,12 +62,12 @@ def eval_command(
         names = usual_attacks(len(subject.images.classes))
         if "aa" not in names:
             warn(f"AutoAttack needs four classes: of its parts, {', '.join(names[4:])} take its place")
-    processes.connect()
+    distributed.connect()
     card = evaluate_subject(
         subject, attacks=["clean", *names], eps=eps, norm=norm, count=count, seed=seed, batch_size=batch_size,
         audit=audit, save_adversarial=save_adversarial, precision=precision,
     )  # fmt: skip
-    if not processes.is_first():
+    if not distributed.is_first():
         return
     if as_json:
         print_file(subject.card)
@@ -131,7 +131,7 @@ def bench_command(
     of their passes: what data, draws, counting and saving cost.
     """
     from moatlab.bench import bench
-    from moatlab.files import write_json
+    from moatlab.runtime.files import write_json
 
     for folder in (out, *out.parents):
         if folder.exists() and not folder.is_dir():

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.data import KNOWN_SIZES
-from moatlab.display import warn
-from moatlab.errors import RunFailed, UserError
-from moatlab.files import atomic, make_folder, read_json
 from moatlab.models import load, users_code
 from moatlab.models.preact_resnet import PreActResNet
 from moatlab.models.weights import read_weights
-from moatlab.randomness import generator
 from moatlab.recipe import NORM_NAMES, load_recipe, parse_eps
+from moatlab.runtime.console import warn
+from moatlab.runtime.errors import RunFailed, UserError
+from moatlab.runtime.files import atomic, make_folder, read_json
+from moatlab.runtime.randomness import generator
 from moatlab.subject import card_path, model_sha256, weights_file
 
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime")}

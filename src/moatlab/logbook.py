@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from moatlab import display, processes
 from moatlab.checkpoint import Progress
-from moatlab.files import append_line
 from moatlab.preparation import Session
 from moatlab.recipe import Recipe
 from moatlab.runfolder import RunFolder
+from moatlab.runtime import console, distributed
+from moatlab.runtime.files import append_line
 
 FEW_STEPS = 100  # of a whole run
 ROW = "{:>5} {:<11} {:>7} {:>6} {:>6} {:>6} {:>6} {:>6} {:>7} {:>8}"
@@ -24,7 +24,7 @@ class Logbook:
     def __init__(self, folder: RunFolder, progress: Progress) -> None:
         self.folder, self.progress = folder, progress
         self.board: Any = None
-        if find_spec("tensorboard") and processes.is_first():
+        if find_spec("tensorboard") and distributed.is_first():
             from torch.utils.tensorboard import SummaryWriter
 
             self._to_board(lambda: setattr(self, "board", SummaryWriter(
@@ -35,13 +35,13 @@ class Logbook:
 
         `examples` are some images, and as many adversarial ones, for TensorBoard.
         """
-        if processes.is_first():
+        if distributed.is_first():
             append_line(self.folder.metrics, line)
         self.progress.history.append(line)
         percent = [f"{100 * line[name]:.1f}" for name in ("clean", "fgsm", "pgd7")]
         numbers = [f"{line['lr']:.4f}", f"{line['loss']:.3f}", *percent, f"{line['alignment']:.2f}"]
         work = [f"{line['passes']:g}", f"{line['train_seconds']:.1f}"]
-        display.note(ROW.format(line["epoch"], line["stage"], *numbers, *work))
+        console.note(ROW.format(line["epoch"], line["stage"], *numbers, *work))
         if self.board:
             self._to_board(lambda: self._show(line, examples))
 
@@ -65,8 +65,8 @@ class Logbook:
         """Something that a person should know of, and find again later."""
         progress = self.progress
         line = {"event": name, "step": progress.step, "epochs": progress.epochs_logged, "message": message, **facts}
-        display.warn(message)
-        if processes.is_first():
+        console.warn(message)
+        if distributed.is_first():
             append_line(self.folder.events, line)
         progress.events.append(line)
         if self.board:
@@ -78,7 +78,7 @@ class Logbook:
             write()
         except OSError as error:
             self.board = None
-            display.warn(f"TensorBoard's events can't be written ({error.strerror or error}); going on without them")
+            console.warn(f"TensorBoard's events can't be written ({error.strerror or error}); going on without them")
 
     def close(self) -> None:
         if self.board:
@@ -89,20 +89,20 @@ def announce(session: Session) -> None:
     recipe, method, epochs = session.recipe, session.method, session.recipe.epochs
     cycle = f" = {method}" if str(method) != recipe.method else ""
     passes = method.cost(epochs).passes
-    display.note(f"{recipe.method}{cycle}: {passes:g} passes over {len(session.batches.y):,} training images")
-    display.note(recipe.setting)
+    console.note(f"{recipe.method}{cycle}: {passes:g} passes over {len(session.batches.y):,} training images")
+    console.note(recipe.setting)
     if session.images.note:
-        display.note(f"{session.images.name}: {session.images.note}")
+        console.note(f"{session.images.name}: {session.images.note}")
     steps, size, images = session.steps_per_epoch, recipe.batch_size, len(session.batches.y)
     if steps * epochs < FEW_STEPS:
         smaller = f"a smaller --batch-size than {size}, or " if steps < 10 and size > 8 else ""
-        display.warn(
+        console.warn(
             f"{steps * epochs} steps in all, {steps} an epoch, are few: {smaller}more --epochs would train further"
         )
     elif steps * size < 0.9 * images:
-        display.warn(f"an epoch has {steps} batches of {size} and leaves {images - steps * size} images out")
-    display.note(f"after each epoch, on {len(session.watched_y):,} {recipe.watched}: accuracy in %, plain and attacked")
+        console.warn(f"an epoch has {steps} batches of {size} and leaves {images - steps * size} images out")
+    console.note(f"after each epoch, on {len(session.watched_y):,} {recipe.watched}: accuracy in %, plain and attacked")
     if not method.ends_cycle(epochs - 1):
         last, better = method.stage_at(epochs - 1, epochs), method.epochs_to_end_of_cycle(epochs)
-        display.warn(f"{epochs} epochs end at the stage {last}; --epochs {better} would end at the cycle's last stage")
-    display.note(ROW.format("epoch", "stage", "lr", "loss", "clean", "fgsm", "pgd7", "align", "passes", "train s"))
+        console.warn(f"{epochs} epochs end at the stage {last}; --epochs {better} would end at the cycle's last stage")
+    console.note(ROW.format("epoch", "stage", "lr", "loss", "clean", "fgsm", "pgd7", "align", "passes", "train s"))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moatlab.cost import Cost, whole_if_whole
-from moatlab.errors import UserError, did_you_mean
+from moatlab.runtime.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)

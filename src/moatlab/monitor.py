@@ -8,15 +8,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moatlab import processes
 from moatlab.attacks import Probe, pgd
 from moatlab.attacks.first_order import uniform_in_ball
 from moatlab.attacks.geometry import Norm, project, steepest
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import evaluating
 from moatlab.data.batches import as_floats
-from moatlab.precision import full_precision
-from moatlab.randomness import generator
+from moatlab.runtime import distributed
+from moatlab.runtime.device import full_precision
+from moatlab.runtime.randomness import generator
 from moatlab.stages import misalignment
 
 BATCH = 250  # images that share their draws, and go through the model at once if they are small
@@ -56,7 +56,7 @@ def measure(
     misaligned = torch.zeros((), device=y.device)
     with evaluating(model), full_precision():
         blocks = range(0, len(y), BATCH)
-        for begin in blocks[processes.share(len(blocks))] if shared else blocks:
+        for begin in blocks[distributed.share(len(blocks))] if shared else blocks:
             images, labels = as_floats(x[begin : begin + BATCH]), y[begin : begin + BATCH]
             draws = generator(seed, "monitor", begin // BATCH, device=y.device)
             start = project(images + uniform_in_ball(images, eps, norm, draws), images, eps, norm)
@@ -72,7 +72,7 @@ def measure(
                 keep += [images[:SHOWN].cpu(), iterated[:SHOWN].cpu()]
             tick(begin + len(labels))
     if shared:
-        right, misaligned = processes.summed(right), processes.summed(misaligned)
+        right, misaligned = distributed.summed(right), distributed.summed(misaligned)
     clean, single, multi = (count / len(y) for count in right.tolist())
     alignment = 1 - misaligned.item() / len(y)
     return {"clean": clean, "fgsm": single, "pgd7": multi, "alignment": alignment}

@@ -13,14 +13,14 @@ import torch
 
 from moatlab.card import evaluate_subject
 from moatlab.claims import Runs
-from moatlab.environment import commit
-from moatlab.errors import Damaged, UserError
-from moatlab.files import read_json, write_json
 from moatlab.monitor import GAP
 from moatlab.paper import COLUMNS, WATCHED, Part
-from moatlab.precision import left_as_found
 from moatlab.recipe import Recipe
 from moatlab.runfolder import RunFolder
+from moatlab.runtime.device import left_as_found
+from moatlab.runtime.environment import commit
+from moatlab.runtime.errors import Damaged, UserError
+from moatlab.runtime.files import read_json, write_json
 from moatlab.subject import Subject, load_subject
 
 Outcome = dict[str, Any]

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from moatlab.errors import UserError, did_you_mean
+from moatlab.runtime.errors import UserError, did_you_mean
 
 COLUMNS = ("clean", "fgsm", "pgd50", "cw50", "mim50", "aa")
 WATCHED = ("clean", "fgsm", "pgd7")  # what a run measures by itself

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moatlab.errors import Damaged, UserError
-from moatlab.files import UNREADABLE_ARRAYS, atomic, locked, read_json, write_json
+from moatlab.runtime.errors import Damaged, UserError
+from moatlab.runtime.files import UNREADABLE_ARRAYS, atomic, locked, read_json, write_json
 
 SAVE_SECONDS = 2.0  # between two writes; what was done since the last one is done again after a kill
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
-from moatlab import display
-from moatlab.errors import Interrupted, RunFailed, UserError
+from moatlab.runtime import console
+from moatlab.runtime.errors import Interrupted, RunFailed, UserError
 
 Result = TypeVar("Result")
 Trouble = UserError | RunFailed
@@ -59,7 +59,7 @@ def _on_ray(
             _guarded
         )
         pending = {task.remote(work, *job): number for number, job in enumerate(jobs)}
-        with display.Bar(f"on {on}", len(jobs)) as bar:
+        with console.Bar(f"on {on}", len(jobs)) as bar:
             while pending:
                 bar.update(len(jobs) - len(pending), f"{len(jobs) - len(pending)} of {len(jobs)} runs done")
                 for done in ray.wait(list(pending), timeout=LOOK_SECONDS)[0]:

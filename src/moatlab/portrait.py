@@ -14,16 +14,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from moatlab import display
 from moatlab.attacks.draws import Draws, start_in_ball
 from moatlab.attacks.first_order import strong_pgd
 from moatlab.attacks.geometry import steepest
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
-from moatlab.precision import full_precision
-from moatlab.randomness import generator
 from moatlab.recipe import parse_eps
+from moatlab.runtime import console
+from moatlab.runtime.device import full_precision
+from moatlab.runtime.randomness import generator
 from moatlab.subject import Subject
 from moatlab.suitability import device_of
 
@@ -41,7 +41,7 @@ def draw_portrait(subject: Subject) -> dict[str, Any]:
     x, y = subject.images.test_x[:IMAGES], subject.images.test_y[:IMAGES]
     device = device_of(subject.model, torch.empty(0))
     eps = parse_eps(subject.eps, subject.norm)
-    with evaluating(subject.model), full_precision(), display.Bar("portrait", 3) as bar:
+    with evaluating(subject.model), full_precision(), console.Bar("portrait", 3) as bar:
         images, labels = as_floats(x.to(device)), y.to(device)
         probe = Probe(subject.model)
         right = ~is_wrong(probe.logits(images), labels)

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moatlab import processes
 from moatlab.attacks.probe import evaluating
 from moatlab.data import Images, load_images
 from moatlab.data.batches import Batches, as_floats
-from moatlab.display import warn
-from moatlab.errors import UserError
 from moatlab.methods import Method, parse_method
 from moatlab.models import BUILT_IN, build_model, users_code
 from moatlab.models.weights import read_weights, set_weights
-from moatlab.precision import Autocast, choose_precision
-from moatlab.randomness import generator, key
 from moatlab.recipe import Recipe, is_device
+from moatlab.runtime import distributed
+from moatlab.runtime.console import warn
+from moatlab.runtime.device import Autocast, choose_precision
+from moatlab.runtime.errors import UserError
+from moatlab.runtime.randomness import generator, key
 from moatlab.sgd import Sgd
 from moatlab.stages import Context
 
@@ -107,7 +107,7 @@ def prepare(
         model,
         precision,
         trained_model,
-        processes.sharing_gradients(trained_model, device),
+        distributed.sharing_gradients(trained_model, device),
         optimizer,
         scaler,
         description,
@@ -129,10 +129,10 @@ def choose_device(name: str) -> torch.device:
         raise UserError(f"--device {name}: should be auto, cpu, cuda, cuda:1 or mps")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and processes.launched() > 1:
+    if name.startswith("cuda") and distributed.launched() > 1:
         if name != "cuda":
             raise UserError(f"--device {name}: several processes take a GPU each; use --device cuda")
-        name = f"cuda:{processes.number_on_this_machine()}"
+        name = f"cuda:{distributed.number_on_this_machine()}"
     device = torch.device(name)
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= counts[device.type]:
@@ -153,10 +153,10 @@ def split(images: Images, recipe: Recipe, device: torch.device) -> tuple[Batches
             f"--batch-size {recipe.batch_size} is larger than the data: {recipe.data} has {len(images.train_y)} "
             f"training images, of which {recipe.holdout} are held out"
         )
-    if recipe.batch_size % processes.count():
+    if recipe.batch_size % distributed.count():
         raise UserError(
-            f"--batch-size {recipe.batch_size} can't be shared equally by {processes.count()} processes; "
-            f"choose a multiple of {processes.count()}"
+            f"--batch-size {recipe.batch_size} can't be shared equally by {distributed.count()} processes; "
+            f"choose a multiple of {distributed.count()}"
         )
     y = images.train_y.to(device)
     x = images.train_x
@@ -196,7 +196,7 @@ def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int) 
     images_of = f"images of shape {tuple(images.shape[1:])}"
     with users_code(f"--model {recipe.model} can't take {images_of}"), torch.no_grad(), evaluating(model):
         output = model(images)
-    size = recipe.batch_size // processes.count()
+    size = recipe.batch_size // distributed.count()
     in_batches = f"{images_of} in batches of {size}"
     twin = copy.deepcopy(model)  # because BatchNorm would learn from it
     with users_code(f"--model {recipe.model} can't train on {in_batches}"), torch.enable_grad():
@@ -206,7 +206,7 @@ def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int) 
     shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if shape != (2, classes):
         raise UserError(f"--model {recipe.model} returns {shape} for two images; {classes} classes need {(2, classes)}")
-    if processes.count() > 1:  # who would wait for the gradients of all parameters
+    if distributed.count() > 1:  # who would wait for the gradients of all parameters
         trained = {name: parameter for name, parameter in twin.named_parameters() if parameter.requires_grad}
         found = torch.autograd.grad(answer.sum(), list(trained.values()), allow_unused=True)
         if idle := [name for name, gradient in zip(trained, found, strict=True) if gradient is None]:

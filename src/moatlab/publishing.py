@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from moatlab.errors import RunFailed
 from moatlab.options import (
     FILE,
     Grouped,
@@ -22,6 +21,7 @@ from moatlab.options import (
     trust_option,
 )
 from moatlab.paper import EXPERIMENTS, experiment
+from moatlab.runtime.errors import RunFailed
 
 
 @click.command("reproduce", cls=Grouped, short_help="A table or figure of the paper, beside the paper's.")

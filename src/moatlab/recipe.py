@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from moatlab import processes
-from moatlab.errors import UserError, did_you_mean, needs_trust
-from moatlab.files import SCHEMA, read_whole
 from moatlab.methods import Method, parse_method
+from moatlab.runtime import distributed
+from moatlab.runtime.errors import UserError, did_you_mean, needs_trust
+from moatlab.runtime.files import SCHEMA, read_whole
 
 
 class Recipe(BaseModel):
@@ -245,7 +245,7 @@ def make_recipe(
             fields[name] = re.sub(r"\bgradalign\b(?!\s*:)", _GRADALIGN[preset], fields[name])
     if str(fields["model"]).startswith("wide_resnet") and "width" not in layers:
         fields["width"] = int(fields["width"]) * 5 // 2  # ten times its stem of 16, where others have 64
-    fields.setdefault("threads", processes.threads())
+    fields.setdefault("threads", distributed.threads())
     fields.setdefault("monitor", "holdout" if str(fields["holdout"]) != "0" else "train")
     fields.setdefault("epochs", _paper_epochs(fields))
     recipe = _validated(fields)

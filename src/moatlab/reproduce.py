@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moatlab import display
 from moatlab.data import KNOWN_SIZES
-from moatlab.errors import NotWritten, RunFailed, UserError
 from moatlab.paper import COLUMNS, EXPERIMENTS, Experiment, Part, Row
 from moatlab.pool import each
 from moatlab.recipe import Recipe, load_recipe, make_recipe, slug
+from moatlab.runtime import console
+from moatlab.runtime.errors import NotWritten, RunFailed, UserError
 
 # Test images for all attacks, and for AutoAttack; None is all of them.
 EVALUATED: dict[str, tuple[int | None, int | None]] = {
@@ -175,13 +175,13 @@ def reproduce(
             raise outcome  # the disk is full: the others could not be written either
         if isinstance(outcome, Exception):
             failures.append({"run": str(out / job.name), "message": str(outcome)})
-            display.warn(f"{job.name} failed: {outcome}; going on with the others")
+            console.warn(f"{job.name} failed: {outcome}; going on with the others")
         else:
             outcomes[job] = outcome
         done.append(job)
         if pace and len(done) < len(missing):
             left = pace.eta(sum(map(sweep.work, done)))
-            display.note(f"{len(done)} of {len(missing)} runs done, about {left} left\n")
+            console.note(f"{len(done)} of {len(missing)} runs done, about {left} left\n")
     name = sweep.experiment.name
     kept = _kept(out / f"{name}.json", list(outcomes.values()))
     result = make_result(
@@ -219,14 +219,14 @@ def _carry_out(
 
 def _announce(
     sweep: Sweep, missing: list[Job], known: dict[Job, dict[str, Any]], out: Path, data_dir: Path | None, *, yes: bool
-) -> display.Pace:
+) -> console.Pace:
     """Say what will run and how long it will take, by a few real steps; ask first where that is days."""
     first = missing[0].recipe
-    display.note(f"{sweep.experiment.name}: {sweep.experiment.title}")
-    display.note(f"preset {sweep.preset}: {sweep.setting}")
+    console.note(f"{sweep.experiment.name}: {sweep.experiment.title}")
+    console.note(f"preset {sweep.preset}: {sweep.setting}")
     trained = sum(job.passes for job in missing)
     done = f" ({len(sweep.jobs) - len(missing)} are done)" if len(missing) < len(sweep.jobs) else ""
-    display.note(f"{len(missing)} runs to do{done}, {trained:g} passes over the training set; timing a few steps ...")
+    console.note(f"{len(missing)} runs to do{done}, {trained:g} passes over the training set; timing a few steps ...")
     seconds, gpu, images = seconds_per_pass(first, data_dir, whole=sweep.preset.startswith("paper"))
     if strange := next((job for job, one in known.items() if one["data"]["sha256"] != images), None):
         raise UserError(
@@ -234,23 +234,23 @@ def _announce(
             "it with --data-dir, or begin in another --out folder, without --known"
         )
     work = sum(map(sweep.work, missing))
-    left = f"about {display.duration(seconds * work)} on this machine, evaluation included"
+    left = f"about {console.duration(seconds * work)} on this machine, evaluation included"
     smaller = f"--preset {'mini' if sweep.experiment.data == 'cifar10' else 'small'} shows the same shape in hours"
     if not gpu and not yes and (sweep.preset.startswith("paper") or seconds * work > LONG):
         raise UserError(
             f"{sweep.experiment.name} at --preset {sweep.preset} would take {left}, which has no GPU; to start it all "
             f"the same, add --yes{'; ' + smaller if sweep.preset.startswith('paper') else ''}"
         )
-    display.note(f"{left}; the runs go to {out}; stopped, the same command goes on where it was\n")
-    return display.Pace(work, 0.0)
+    console.note(f"{left}; the runs go to {out}; stopped, the same command goes on where it was\n")
+    return console.Pace(work, 0.0)
 
 
 def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> tuple[float, bool, str]:
     """The time of one pass over the training set, by the fastest of a few steps of fgsm (two passes each); whether
     there is a GPU; the checksum of the images. `whole`: data that is not the official set is refused."""
     from moatlab.methods import Stage
-    from moatlab.precision import left_as_found
     from moatlab.preparation import choose_device, context_of, prepare
+    from moatlab.runtime.device import left_as_found
     from moatlab.stages import stage_loss
 
     with left_as_found(choose_device(recipe.device), recipe.threads):
@@ -295,7 +295,7 @@ def _kept(path: Path, outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     try:
         return [one for one in read_outcomes(path) if asked(one) not in there] if path.exists() else []
     except UserError as error:
-        display.warn(f"{error}; it is written anew")
+        console.warn(f"{error}; it is written anew")
         return []
 
 

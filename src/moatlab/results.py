@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.claims import check_claims, paper_rows
-from moatlab.environment import commit, describe_environment
-from moatlab.errors import UserError
-from moatlab.files import atomic, make_folder, write_json
 from moatlab.intervals import interval
 from moatlab.outcomes import Outcome, as_runs, part_of
 from moatlab.paper import Experiment, Part, Row
+from moatlab.runtime.environment import commit, describe_environment
+from moatlab.runtime.errors import UserError
+from moatlab.runtime.files import atomic, make_folder, write_json
 from moatlab.tables import as_latex, as_markdown
 
 

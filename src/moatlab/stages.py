@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moatlab import processes
 from moatlab.attacks import Probe, fgsm, pgd
 from moatlab.attacks.first_order import uniform_in_ball
 from moatlab.attacks.geometry import Norm, project, steepest
 from moatlab.attacks.probe import evaluating
 from moatlab.cost import Cost
-from moatlab.errors import UserError
 from moatlab.methods import STAGES, Argument, Stage, StageKind, parse_method
+from moatlab.runtime import distributed
+from moatlab.runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Context:
     def noise(self, x: Tensor, radius: float) -> Tensor:
         """Uniform in the ball of that radius, for each image of x."""
         whole, mine = x, slice(None)
-        if self.shared and processes.count() > 1:
+        if self.shared and distributed.count() > 1:
             layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
-            shape = (len(x) * processes.count(), *x.shape[1:])
+            shape = (len(x) * distributed.count(), *x.shape[1:])
             whole = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
-            mine = processes.share(len(whole))
+            mine = distributed.share(len(whole))
         return uniform_in_ball(whole, radius, self.norm, self.generator)[mine]
 
     def project(self, z: Tensor, x: Tensor) -> Tensor:
@@ -101,10 +101,10 @@ def cutmix(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
 def _mixing(context: Context, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """lambda, and what x and y are mixed with: a shuffle of the whole batch, other processes' parts included."""
     weight = torch.rand((), generator=context.generator, device=x.device)
-    whole_x, whole_y = (processes.gathered(x), processes.gathered(y)) if context.shared else (x, y)
+    whole_x, whole_y = (distributed.gathered(x), distributed.gathered(y)) if context.shared else (x, y)
     order = torch.randperm(len(whole_y), generator=context.generator, device=x.device)
     if context.shared:
-        order = order[processes.share(len(order))]
+        order = order[distributed.share(len(order))]
     return weight, whole_x[order], whole_y[order]
 
 
@@ -179,7 +179,7 @@ def gradalign(context: Context, x: Tensor, y: Tensor, weight: float) -> Tensor:
         (g2,) = torch.autograd.grad(noisy_loss, noisy, create_graph=True)
     adversarial = context.project(x + context.eps * context.steepest(g1), x)
     loss = F.cross_entropy(context.forward(adversarial), y)
-    return loss + weight * (misalignment(g1, g2, processes.mean) if context.shared else misalignment(g1, g2))
+    return loss + weight * (misalignment(g1, g2, distributed.mean) if context.shared else misalignment(g1, g2))
 
 
 def misalignment(g1: Tensor, g2: Tensor, usual: Callable[[Tensor], Tensor] = lambda count: count) -> Tensor:

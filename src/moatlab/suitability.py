@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from moatlab.attacks.ensemble import FOUR_CLASSES, too_few_classes
 from moatlab.attacks.geometry import NORMS
 from moatlab.attacks.probe import Probe
-from moatlab.display import note
-from moatlab.errors import UserError
 from moatlab.models import users_code
+from moatlab.runtime.console import note
+from moatlab.runtime.errors import UserError
 
 
 def as_tensor(given: Any) -> Tensor:

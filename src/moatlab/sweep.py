@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moatlab import display
-from moatlab.errors import UserError
-from moatlab.files import write_json
 from moatlab.pool import each
 from moatlab.recipe import Recipe, slug
 from moatlab.runfolder import RunFolder, RunRecord
+from moatlab.runtime import console
+from moatlab.runtime.errors import UserError
+from moatlab.runtime.files import write_json
 from moatlab.training import train
 
 
@@ -31,7 +31,7 @@ def compare(
     for number, record in each(_train, jobs, on, threads=recipes[0].threads, gpus=recipes[0].device != "cpu"):
         if isinstance(record, Exception):
             raise record
-        display.note(f"run {number + 1} of {len(jobs)} is done\n")
+        console.note(f"run {number + 1} of {len(jobs)} is done\n")
     rows, histories, events = [], {}, {}
     for name in folders:
         record = RunFolder(out / name).read_record()

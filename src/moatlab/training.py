@@ -10,27 +10,27 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moatlab import display, processes
 from moatlab.attacks.meter import Meter
 from moatlab.checkpoint import save_model
 from moatlab.continuation import keep_progress, new_record, take_up
 from moatlab.cost import Cost
 from moatlab.data import Images
-from moatlab.environment import keep_freed_memory
-from moatlab.errors import Interrupted, NotWritten, RunFailed, UserError
 from moatlab.guards import Guard
-from moatlab.interrupts import Caught, signals_caught
 from moatlab.logbook import Logbook, announce
 from moatlab.methods import Method, Stage
 from moatlab.models import users_code
 from moatlab.models.weights import read_weights, set_weights
 from moatlab.monitor import PASSES as MONITOR_PASSES
 from moatlab.monitor import collapsed_at, judge, measure
-from moatlab.precision import full_precision, left_as_found, same_bits
 from moatlab.preparation import Session, choose_device, context_of, prepare
-from moatlab.randomness import key
 from moatlab.recipe import Recipe, option_name
 from moatlab.runfolder import RunFolder, RunRecord
+from moatlab.runtime import console, distributed
+from moatlab.runtime.device import full_precision, left_as_found, same_bits
+from moatlab.runtime.environment import keep_freed_memory
+from moatlab.runtime.errors import Interrupted, NotWritten, RunFailed, UserError
+from moatlab.runtime.randomness import key
+from moatlab.runtime.signals import Caught, signals_caught
 from moatlab.schedules import SCHEDULES
 from moatlab.stages import stage_loss
 
@@ -54,19 +54,19 @@ def train(
     started train it together; what it starts anew goes on from the last checkpoint. `stream` leaves the images of a
     folder on the disk; `images` and `model` are the user's own, which the recipe names.
     """
-    folder, resume = RunFolder(Path(out)), resume or processes.restarts() > 0
-    processes.connect()
+    folder, resume = RunFolder(Path(out)), resume or distributed.restarts() > 0
+    distributed.connect()
     for name, value in recipe:
-        processes.agree(f"recipes ({option_name(name)})", value)
-    processes.agree("--max-steps", max_steps)
-    processes.from_first(lambda: folder.check(recipe, resume=resume))
-    finished = processes.from_first(lambda: folder.finished_record(recipe) if resume else None)
+        distributed.agree(f"recipes ({option_name(name)})", value)
+    distributed.agree("--max-steps", max_steps)
+    distributed.from_first(lambda: folder.check(recipe, resume=resume))
+    finished = distributed.from_first(lambda: folder.finished_record(recipe) if resume else None)
     if finished:
         if images is not None and finished.data["sha256"] != images.sha256:
             raise UserError(f"{folder.path} is a finished run on other images; name another folder")
-        display.note(f"{folder.path} is already finished")
+        console.note(f"{folder.path} is already finished")
         if model is not None:
-            set_weights(model, processes.from_first(lambda: read_weights(folder.path)[0]), folder.path)
+            set_weights(model, distributed.from_first(lambda: read_weights(folder.path)[0]), folder.path)
         return finished
     keep_freed_memory()
     if recipe.deterministic:
@@ -77,14 +77,14 @@ def train(
             recipe, data_dir, continuing=bool(folder.checkpoints), stream=stream, images=images, model=model
         )
         inside.callback(session.batches.close)
-        processes.agree("data", session.identity)
+        distributed.agree("data", session.identity)
         if session.precision == "fp32":
             inside.enter_context(full_precision())
         if recipe.deterministic or session.device.type == "cpu":
             inside.enter_context(same_bits(strict=recipe.deterministic))
-        processes.from_first(lambda: inside.enter_context(folder.for_one_process()))
+        distributed.from_first(lambda: inside.enter_context(folder.for_one_process()))
         # Once more: until now another process may have worked here.
-        processes.from_first(lambda: folder.check(recipe, resume=resume))
+        distributed.from_first(lambda: folder.check(recipe, resume=resume))
         last_step = session.total_steps if max_steps is None else min(max_steps, session.total_steps)
         return Run(session, folder).until(last_step, checkpoint_every)
 
@@ -103,14 +103,14 @@ class Run:
         self.watching_image = MONITOR_PASSES / (session.steps_per_epoch * session.recipe.batch_size)
         watched = session.recipe.epochs * len(session.watched_y) + len(session.images.test_y)
         total = session.method.cost(session.recipe.epochs).passes + watched * self.watching_image
-        self.pace = display.Pace(total, self.work())
+        self.pace = console.Pace(total, self.work())
         self.caught = Caught()
 
     def until(self, last_step: int, checkpoint_every: float) -> RunRecord:
         session, progress = self.session, self.progress
         announce(session)
         self.log = Logbook(self.folder, progress)
-        self.bar = display.Bar(session.recipe.method, self.pace.total)
+        self.bar = console.Bar(session.recipe.method, self.pace.total)
         with self.meter.counting(session.model), signals_caught() as self.caught, self.bar:
             with suppress(NotWritten):  # a full disk is told of when more than this is to be written
                 self.describe("running")
@@ -128,10 +128,10 @@ class Run:
                 raise
             finally:
                 self.log.close()
-        processes.highest(0)  # all files are written when any process goes on
+        distributed.highest(0)  # all files are written when any process goes on
         if self.record.status == "stopped":
             where = f"stopped after step {progress.step} of {session.total_steps}"
-            display.note(f"{where}; continue with --resume, ETA {self.pace.eta(self.work())}")
+            console.note(f"{where}; continue with --resume, ETA {self.pace.eta(self.work())}")
         return self.record
 
     def loop(self, last_step: int, checkpoint_every: float) -> None:
@@ -141,13 +141,13 @@ class Run:
             if progress.step == (progress.epochs_logged + 1) * session.steps_per_epoch:
                 self.end_epoch()
                 saved_at = time.monotonic()
-            if number := processes.highest(self.caught.number or 0):  # all stop at the same step
+            if number := distributed.highest(self.caught.number or 0):  # all stop at the same step
                 Caught(number).raise_if_any()
             if progress.step >= last_step or progress.stopped:
                 break
             self.step()
             self.show_progress()
-            if processes.highest(time.monotonic() - saved_at >= checkpoint_every):
+            if distributed.highest(time.monotonic() - saved_at >= checkpoint_every):
                 self.save_if_possible()
                 saved_at = time.monotonic()
         if progress.step == session.total_steps or progress.stopped:
@@ -170,19 +170,19 @@ class Run:
         begun = time.perf_counter()
         stage = self.stage_at(step)
         x, y = session.batches.at(step)
-        rank = [] if processes.is_first() else [processes.number()]
+        rank = [] if distributed.is_first() else [distributed.number()]
         torch.manual_seed(key(recipe.seed, "inside the model", step, *rank))  # dropout and the like
         context = context_of(session, step)
         self.guard.begin_step()
         # A model or a stage of theirs may fail, memory may lack, or another process be gone.
-        with users_code(f"{self.where(step)} failed", RunFailed), processes.together():
+        with users_code(f"{self.where(step)} failed", RunFailed), distributed.together():
             loss = stage_loss(stage, context, x, y)
             session.optimizer.zero_grad()
             # Trained are the parameters, and no input that a stage left in the graph.
             session.scaler.scale(loss).backward(inputs=self.guard.trained)  # type: ignore[no-untyped-call]
         session.optimizer.lr = self.learning_rate(step)
-        self.loss_sum += self.guard.update(step, processes.mean(loss.detach()))
-        processes.copy_from_first(session.model.buffers())  # running statistics, which each has of its own part
+        self.loss_sum += self.guard.update(step, distributed.mean(loss.detach()))
+        distributed.copy_from_first(session.model.buffers())  # running statistics, which each has of its own part
         counted = self.meter.take()
         if counted != stage.step_cost:
             raise RunFailed(
@@ -251,7 +251,7 @@ class Run:
         measured = self.measure(session.watched_x, session.watched_y, examples)
         seconds = time.perf_counter() - begun
         progress.monitor_seconds += seconds
-        progress.monitor_cost += sum(processes.from_all(self.meter.take()), Cost())
+        progress.monitor_cost += sum(distributed.from_all(self.meter.take()), Cost())
         stage = self.stage_at(progress.step - 1)
         comparable = self.method.ends_cycle(epoch)
         self.log.epoch({
@@ -347,7 +347,7 @@ class Run:
         """The model, the checkpoint and the record; never weights that are not finite over good ones."""
         self.look()
         self.progress.loss_sum = self.loss_sum.item()
-        if processes.is_first():
+        if distributed.is_first():
             keep_progress(self.session, self.folder, self.progress, self.good)
             self.record.model = save_model(self.folder.model, self.session.model, self.session.description)
         self.describe(status, message)
@@ -361,7 +361,7 @@ class Run:
 
     def save_best_if_possible(self) -> bool:
         try:
-            if processes.is_first():
+            if distributed.is_first():
                 save_model(self.folder.best_model, self.session.model, self.session.description)
         except NotWritten as error:
             self._tell_of_full_disk(error)
@@ -384,7 +384,7 @@ class Run:
         record.monitor_seconds = round(progress.monitor_seconds, 3)
         if progress.best_epoch is not None and progress.best_written:
             record.best = {"epoch": progress.best_epoch, "pgd7": progress.best_pgd7}
-        if processes.is_first():
+        if distributed.is_first():
             self.folder.write_record(record)
 
     def learning_rate(self, step: int) -> float:
@@ -408,5 +408,5 @@ class Run:
     def tick(self, images_watched: int) -> None:
         """Called while accuracies are measured: shows how far that is, and lets ctrl-C through."""
         self.show_progress(images_watched)
-        if processes.count() == 1:  # or else when all of them are done measuring
+        if distributed.count() == 1:  # or else when all of them are done measuring
             self.caught.raise_if_any()

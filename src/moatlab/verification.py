@@ -12,17 +12,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from moatlab import display, redflags
+from moatlab import redflags
 from moatlab.attacks.ensemble import LAST_ITERATE
 from moatlab.attacks.geometry import distance
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
-from moatlab.errors import RunFailed, UserError, needs_trust
-from moatlab.files import UNREADABLE_ARRAYS, read_json_and_check
 from moatlab.models import BUILT_IN, users_code
-from moatlab.precision import DTYPES, Autocast, full_precision
 from moatlab.recipe import parse_eps
+from moatlab.runtime import console
+from moatlab.runtime.device import DTYPES, Autocast, full_precision
+from moatlab.runtime.errors import RunFailed, UserError, needs_trust
+from moatlab.runtime.files import UNREADABLE_ARRAYS, read_json_and_check
 from moatlab.subject import Subject, load_subject
 from moatlab.suitability import device_of
 from moatlab.verdicts import AUDIT, NOT_FOUND, audited, first_broken_by, shares
@@ -80,7 +81,7 @@ def verify(
     examples = read_examples(saved, [name for name in broken_by if name != "clean"])
     checked = 0
     worst = 0.0
-    with evaluating(model), full_precision(), display.Bar("verify", max(len(broken_by), 1)) as bar:
+    with evaluating(model), full_precision(), console.Bar("verify", max(len(broken_by), 1)) as bar:
         failures += _plain_failures(model, subject, broken_by["clean"], settings["batch_size"])
         for number, (name, rows, points) in enumerate(examples):
             expected = [row for row, verdict in enumerate(broken_by[name]) if verdict not in NOT_FOUND]

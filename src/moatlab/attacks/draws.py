@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moatlab.attacks.geometry import Norm, unit
-from moatlab.randomness import generator
+from moatlab.runtime.randomness import generator
 
 BLOCK, BLOCK_NUMBERS = 128, 2**22  # examples that share a generator; fewer of large images
 

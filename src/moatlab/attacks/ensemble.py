@@ -16,7 +16,7 @@ from moatlab.attacks.geometry import Norm
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.probe import Probe, as_probe
 from moatlab.attacks.square_attack import QUERIES, square
-from moatlab.errors import UserError, did_you_mean
+from moatlab.runtime.errors import UserError, did_you_mean
 
 RESTARTS = 10
 TARGETS = 9

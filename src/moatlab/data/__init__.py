@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from moatlab.data import cifar, fetch
 from moatlab.data.cifar import SPECS
 from moatlab.data.fetch import cache_dir
-from moatlab.display import warn
-from moatlab.errors import UserError, did_you_mean
+from moatlab.runtime.console import warn
+from moatlab.runtime.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moatlab.data import Images, checksum
 from moatlab.data.folder import channel_statistics, histogram
-from moatlab.errors import UserError
-from moatlab.files import UNREADABLE_ARRAYS
-from moatlab.randomness import generator
+from moatlab.runtime.errors import UserError
+from moatlab.runtime.files import UNREADABLE_ARRAYS
+from moatlab.runtime.randomness import generator
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 LARGEST_ROUNDING = 0.255  # of a step of 1/255: what was a byte, and is float16 now, is off by half of that at most

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moatlab import processes
 from moatlab.data.folder import OnDisk
-from moatlab.errors import RunFailed, UserError
-from moatlab.randomness import generator
+from moatlab.runtime import distributed
+from moatlab.runtime.errors import RunFailed, UserError
+from moatlab.runtime.randomness import generator
 
 PADDING = 4
 MOST_WORKERS = 8  # processes that decode images, for each that trains
@@ -38,7 +38,7 @@ class Batches:
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """The batch of a step, or this process's part of it: images as float32 in [0, 1], shape (B, C, H, W), channels
         last in memory."""
-        part = processes.share(self.batch_size)
+        part = distributed.share(self.batch_size)
         images = self.x[self.numbers(step, self.x.device)[part]] if isinstance(self.x, Tensor) else self._decoded(step)
         images = images.to(self.y.device, non_blocking=self.y.device.type == "cuda")  # others may not keep the source
         if self.augment:
@@ -59,7 +59,7 @@ class Batches:
     def _decoded(self, step: int) -> Tensor:
         if not self.ahead or self.ahead[0].next_step != step:
             assert isinstance(self.x, OnDisk)
-            part = processes.share(self.batch_size)
+            part = distributed.share(self.batch_size)
             pin = self.y.device.type == "cuda"
             self.ahead[:] = [Ahead(self.x, lambda at: self.numbers(at)[part].tolist(), step, pin)]
         return self.ahead[0].take()
@@ -80,7 +80,7 @@ class Ahead:
         loader: Any = DataLoader(
             images,  # type: ignore[arg-type]
             batch_sampler=batches(),
-            num_workers=min(processes.cores(), MOST_WORKERS),
+            num_workers=min(distributed.cores(), MOST_WORKERS),
             worker_init_fn=_leave_signals_to_the_run,
             pin_memory=pin,
             generator=torch.Generator(),  # not the global one, whose draws are a run's

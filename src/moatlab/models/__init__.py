@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from moatlab.errors import Interrupted, RunFailed, UserError, needs_trust
 from moatlab.models.preact_resnet import PreActResNet18, PreActResNet34, PreActResNet50, WideResNet28, WideResNet34
 from moatlab.models.resnet import ResNet18
 from moatlab.models.weights import first_line, read_weights, set_weights
+from moatlab.runtime.errors import Interrupted, RunFailed, UserError, needs_trust
 
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     "preact_resnet18": PreActResNet18,

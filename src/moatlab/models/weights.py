@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from moatlab.errors import UserError
-from moatlab.files import SCHEMA, check_pickle, read_json
+from moatlab.runtime.errors import UserError
+from moatlab.runtime.files import SCHEMA, check_pickle, read_json
 
 METADATA_KEY = "moatlab"
 UNREADABLE = (

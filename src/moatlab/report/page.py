@@ -17,13 +17,13 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from moatlab import display
-from moatlab.errors import NotWritten, RunFailed, UserError
-from moatlab.files import atomic, make_folder, remove_leftovers
 from moatlab.recipe import parse_eps
 from moatlab.report.gather import RunView, find_runs, gather
 from moatlab.report.plots import plot_portrait, plot_run
 from moatlab.report.svg import COLOURS, Band, Series, line_chart, pareto, scatter, surface
+from moatlab.runtime import console
+from moatlab.runtime.errors import NotWritten, RunFailed, UserError
+from moatlab.runtime.files import atomic, make_folder, remove_leftovers
 
 __all__ = ["find_runs", "publish", "write_report"]
 
@@ -62,7 +62,7 @@ def publish(
     try:
         write_report(folders, out, data_dir=data_dir, trust_model_code=trust_model_code, title=title, top=top)
     except (UserError, RunFailed) as error:
-        display.warn(f"no report was made: {error}")
+        console.warn(f"no report was made: {error}")
 
 
 def draw_pictures(view: RunView) -> None:
@@ -89,7 +89,7 @@ def render(views: list[RunView], *, title: str | None = None, top: dict[str, Any
         for problem in view.problems
     ]
     for problem in problems:
-        display.warn(problem)
+        console.warn(problem)
     return environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(
         title=title or (", ".join(view.label for view in views) if len(views) <= 4 else f"{len(views)} runs"),
         settings=settings if len(settings) == 1 else [],
@@ -223,7 +223,7 @@ def _run(view: RunView, number: int, columns: list[str]) -> dict[str, Any]:
         "label": view.label, "colour": number % COLOURS, "setting": view.recipe.setting if view.recipe else "",
         "numbers": [f"{100 * accuracy[name]:.1f}" if name in accuracy else "" for name in columns],
         "passes": f"{record.counted['passes']:g}" if record else "",
-        "time": display.duration(record.train_seconds) if record else "",
+        "time": console.duration(record.train_seconds) if record else "",
         "collapsed": collapsed if record and record.final else (record.status if record else "unknown"),
         "stages": stages if len(stages) > 1 else [],
         "watched": view.recipe.watched if view.recipe else "watched images",

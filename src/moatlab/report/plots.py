@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from moatlab.files import atomic, remove_leftovers
 from moatlab.methods import parse_method
+from moatlab.runtime.files import atomic, remove_leftovers
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes too.
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442"]

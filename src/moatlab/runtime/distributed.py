@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moatlab.errors import RunFailed, UserError
+from moatlab.runtime.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
     import torch

@@ -35,7 +35,7 @@ def describe_environment(device: torch.device | None = None) -> dict[str, str | 
 
 def commit() -> str | None:
     """Which commit this is, where it runs from a clone."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
     try:

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from moatlab.display import warn
-from moatlab.errors import Damaged, NotWritten, UserError
+from moatlab.runtime.console import warn
+from moatlab.runtime.errors import Damaged, NotWritten, UserError
 
 SCHEMA = 1
 CHECKSUM = "checksum"

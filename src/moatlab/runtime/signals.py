@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from moatlab import processes
-from moatlab.errors import Interrupted
+from moatlab.runtime import distributed
+from moatlab.runtime.errors import Interrupted
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
@@ -33,7 +33,7 @@ def signals_caught() -> Iterator[Caught]:
     caught = Caught()
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if caught.number is not None and processes.launched() == 1:
+        if caught.number is not None and distributed.launched() == 1:
             raise KeyboardInterrupt
         caught.number = number
 

@@ -12,11 +12,11 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from moatlab import processes
+from moatlab.runtime import distributed
 
 PLAIN_LINE_SECONDS = 15.0
 
-console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True, quiet=not processes.is_first())
+console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True, quiet=not distributed.is_first())
 
 
 def note(message: str, style: str | None = None) -> None:

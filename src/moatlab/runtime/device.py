@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moatlab.errors import UserError
+from moatlab.runtime.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # GradScaler starts at 65536, which is 512 for an example in a batch of 128, and goes down where that overflows. An
