@@ -88,7 +88,7 @@ def run(cell: Cell) -> None:
 
     torch.set_num_threads(1)
     import moatlab
-    from moatlab.attacks.geometry import distance
+    from moatlab.attacks.norms import distance
     from moatlab.data.batches import as_floats
 
     data = moatlab.load_images("mini")

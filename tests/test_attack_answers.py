@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moatlab.attacks import Draws, apgd, autoattack, cw, fab, fgsm, mim, pgd, square, strong_pgd
 from moatlab.attacks.draws import start_in_ball
 from moatlab.attacks.fast_boundary import onto_hyperplane
-from moatlab.attacks.geometry import distance
+from moatlab.attacks.norms import distance
 from models_for_tests import Linear
 
 DUAL = {"linf": 1, "l2": 2}

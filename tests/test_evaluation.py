@@ -15,8 +15,8 @@ from moatlab import UserError, evaluate
 from moatlab.attacks import Draws, Probe, apgd, autoattack, cw, fab, fgsm, mim, pgd, square, strong_pgd
 from moatlab.attacks.draws import BLOCK, start_in_ball, start_on_sphere
 from moatlab.attacks.ensemble import NAMES
-from moatlab.attacks.geometry import distance
 from moatlab.attacks.losses import dlr, is_wrong, margin, targeted_dlr
+from moatlab.attacks.norms import distance
 from models_for_tests import CALLS, counted, small_network
 
 EPS = 0.06

@@ -14,7 +14,7 @@ from torch import nn
 import moatlab
 from images_for_tests import tiny_images
 from moatlab.attacks.first_order import uniform_in_ball
-from moatlab.attacks.geometry import distance
+from moatlab.attacks.norms import distance
 from moatlab.data import load_images
 from moatlab.data.batches import Batches
 from moatlab.methods import STAGES, Stage

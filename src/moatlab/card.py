@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moatlab.attacks.geometry import USUAL_EPS, Norm
+from moatlab.attacks.norms import USUAL_EPS, Norm
 from moatlab.data import Images
 from moatlab.evaluation import evaluate
 from moatlab.partial import discard, for_one_process, pieces

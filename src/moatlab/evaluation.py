@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from moatlab import redflags
 from moatlab.attacks.draws import Draws
 from moatlab.attacks.ensemble import ENSEMBLES, FIND_OR_RETURN, LAST_ITERATE, Part, check_names, parts_of
-from moatlab.attacks.geometry import USUAL_EPS, Norm
 from moatlab.attacks.losses import is_wrong
+from moatlab.attacks.norms import USUAL_EPS, Norm
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
 from moatlab.models import users_code

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from moatlab.attacks import Probe, pgd
 from moatlab.attacks.first_order import uniform_in_ball
-from moatlab.attacks.geometry import Norm, project, steepest
 from moatlab.attacks.losses import is_wrong
+from moatlab.attacks.norms import Norm, project, steepest
 from moatlab.attacks.probe import evaluating
 from moatlab.data.batches import as_floats
 from moatlab.runtime import distributed

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moatlab.attacks.draws import Draws, start_in_ball
 from moatlab.attacks.first_order import strong_pgd
-from moatlab.attacks.geometry import steepest
 from moatlab.attacks.losses import is_wrong
+from moatlab.attacks.norms import steepest
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
 from moatlab.recipe import parse_eps

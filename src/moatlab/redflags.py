@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moatlab.attacks.draws import Draws, start_in_ball
 from moatlab.attacks.first_order import fgsm, strong_pgd
-from moatlab.attacks.geometry import Norm, distance
 from moatlab.attacks.losses import is_wrong
+from moatlab.attacks.norms import Norm, distance
 from moatlab.attacks.probe import Probe
 from moatlab.intervals import wilson
 

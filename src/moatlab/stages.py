@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moatlab.attacks import Probe, fgsm, pgd
 from moatlab.attacks.first_order import uniform_in_ball
-from moatlab.attacks.geometry import Norm, project, steepest
+from moatlab.attacks.norms import Norm, project, steepest
 from moatlab.attacks.probe import evaluating
 from moatlab.cost import Cost
 from moatlab.methods import STAGES, Argument, Stage, StageKind, parse_method

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moatlab.attacks.geometry import USUAL_EPS, Norm
+from moatlab.attacks.norms import USUAL_EPS, Norm
 from moatlab.data import KNOWN_SIZES, Images, load_images
 from moatlab.models import BUILT_IN, build_model
 from moatlab.models.weights import hash_of, read_weights, set_weights

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.attacks.ensemble import FOUR_CLASSES, too_few_classes
-from moatlab.attacks.geometry import NORMS
+from moatlab.attacks.norms import NORMS
 from moatlab.attacks.probe import Probe
 from moatlab.models import users_code
 from moatlab.runtime.console import note

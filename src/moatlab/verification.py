@@ -14,8 +14,8 @@ from torch import nn
 
 from moatlab import redflags
 from moatlab.attacks.ensemble import LAST_ITERATE
-from moatlab.attacks.geometry import distance
 from moatlab.attacks.losses import is_wrong
+from moatlab.attacks.norms import distance
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
 from moatlab.models import BUILT_IN, users_code

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from moatlab.attacks.active import fallen, side_by_side
 from moatlab.attacks.draws import Draws, start_on_sphere
-from moatlab.attacks.geometry import Norm, per_image, project, steepest
 from moatlab.attacks.losses import cross_entropy, dlr, is_wrong, targeted_dlr
+from moatlab.attacks.norms import Norm, per_image, project, steepest
 from moatlab.attacks.probe import Probe, as_probe
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"ce": cross_entropy, "dlr": dlr, "targeted-dlr": targeted_dlr}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moatlab.attacks.geometry import Norm, unit
+from moatlab.attacks.norms import Norm, unit
 from moatlab.runtime.randomness import generator
 
 BLOCK, BLOCK_NUMBERS = 128, 2**22  # examples that share a generator; fewer of large images

@@ -12,8 +12,8 @@ from moatlab.attacks.auto_pgd import apgd
 from moatlab.attacks.draws import Draws, start_in_ball
 from moatlab.attacks.fast_boundary import fab
 from moatlab.attacks.first_order import cw, fgsm, mim, pgd, strong_pgd
-from moatlab.attacks.geometry import Norm
 from moatlab.attacks.losses import is_wrong
+from moatlab.attacks.norms import Norm
 from moatlab.attacks.probe import Probe, as_probe
 from moatlab.attacks.square_attack import QUERIES, square
 from moatlab.runtime.errors import UserError, did_you_mean

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from moatlab.attacks.active import fallen, side_by_side
 from moatlab.attacks.auto_pgd import classes_of_ranks
-from moatlab.attacks.geometry import Norm, distance, per_image
 from moatlab.attacks.losses import is_wrong, logit_gap
+from moatlab.attacks.norms import Norm, distance, per_image
 from moatlab.attacks.probe import Probe, as_probe
 
 ALPHA_MAX, ETA, BETA = 0.1, 1.05, 0.9

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.attacks.active import fallen, side_by_side
-from moatlab.attacks.geometry import Norm, per_image, project, steepest, unit
 from moatlab.attacks.losses import cross_entropy, is_wrong, margin
+from moatlab.attacks.norms import Norm, per_image, project, steepest, unit
 from moatlab.attacks.probe import Probe, as_probe
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.attacks.draws import Draws
-from moatlab.attacks.geometry import TINY, Norm, ball, distance, per_image, unit
 from moatlab.attacks.losses import is_wrong, margin
+from moatlab.attacks.norms import TINY, Norm, ball, distance, per_image, unit
 from moatlab.attacks.probe import Probe, as_probe
 
 QUERIES = 5000
