@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from moatlab.methods import parse_method
+from moatlab.methods.language import parse_method
 from moatlab.monitor import collapsed_at, judge
 from moatlab.recipe import make_recipe, slug
 from moatlab.runfolder import RunFolder

@@ -33,7 +33,7 @@ from sides import ask, has_cifar10, installed, record, start, tell
 from torch import Tensor, nn
 
 import moatlab
-from moatlab.methods import Stage
+from moatlab.methods.language import Stage
 from moatlab.models.convolution import Conv2d
 from moatlab.preparation import Session, prepare
 from moatlab.recipe import Recipe, make_recipe

@@ -8,7 +8,7 @@ import argparse
 import torch
 
 import moatlab
-from moatlab.methods import Argument
+from moatlab.methods.language import Argument
 
 
 def noise(context, x, y, sigma):

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from moatlab.attacks import Probe, fgsm, pgd
-from moatlab.attacks.meter import Meter
 from moatlab.attacks.probe import evaluating, frozen
-from moatlab.cost import Cost
+from moatlab.methods.cost import Cost
+from moatlab.methods.meter import Meter
 from moatlab.runtime.device import full_precision
 from models_for_tests import Linear, small_network
 

@@ -16,7 +16,7 @@ from PIL import Image
 import moatlab
 from moatlab.cli import cli
 from moatlab.data import MINI_FOLDER
-from moatlab.methods import parse_method
+from moatlab.methods.language import parse_method
 
 METRICS = {
     "schema", "epoch", "stage", "k", "lr", "loss", "clean", "fgsm", "pgd7", "alignment", "monitor", "comparable",

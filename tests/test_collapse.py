@@ -7,7 +7,7 @@ import torch
 
 import moatlab
 from moatlab import training
-from moatlab.methods import parse_method
+from moatlab.methods.language import parse_method
 from moatlab.recipe import make_recipe
 from moatlab.runfolder import RunFolder
 from moatlab.runtime.errors import NotWritten, RunFailed

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import moatlab
-from moatlab import guards, stages
+from moatlab import guards
 from moatlab.guards import all_finite
+from moatlab.methods import stages
 from moatlab.recipe import make_recipe
 from moatlab.runfolder import RunFolder
 from moatlab.runtime.device import same_bits

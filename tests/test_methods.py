@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moatlab.cost import Cost
-from moatlab.methods import Method, Stage, parse_method
+from moatlab.methods.cost import Cost
+from moatlab.methods.language import Method, Stage, parse_method
 from moatlab.runtime.errors import UserError
 
 # Forwards, input-backwards, weight-backwards and double backwards of one step: the table of the methods, by hand.

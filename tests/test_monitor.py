@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moatlab.data.batches import as_floats
-from moatlab.methods import parse_method
+from moatlab.methods.language import parse_method
 from moatlab.monitor import collapsed_at as collapsed_at_checks
 from moatlab.monitor import judge, measure
 from moatlab.runtime.randomness import generator, key

@@ -17,13 +17,13 @@ from moatlab.attacks.first_order import uniform_in_ball
 from moatlab.attacks.norms import distance
 from moatlab.data import load_images
 from moatlab.data.batches import Batches
-from moatlab.methods import STAGES, Stage
+from moatlab.methods.language import STAGES, Stage
+from moatlab.methods.stages import BATCH_STAGES, Context, stage_loss
 from moatlab.models import BUILT_IN, build_model
 from moatlab.models.weights import read_weights
 from moatlab.preparation import choose_device
 from moatlab.recipe import load_recipe, make_recipe
 from moatlab.runtime.errors import UserError
-from moatlab.stages import BATCH_STAGES, Context, stage_loss
 from moatlab.subject import model_sha256
 
 # --- models

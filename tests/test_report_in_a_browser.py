@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moatlab import make_recipe
-from moatlab.methods import parse_method
+from moatlab.methods.language import parse_method
 from moatlab.portrait import SIDE, as_png
 from moatlab.report.gather import RunView
 from moatlab.report.page import render

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moatlab import stages
 from moatlab.attacks.first_order import uniform_in_ball
-from moatlab.methods import parse_method
-from moatlab.stages import BATCH_STAGES, Context, misalignment, stage_loss
+from moatlab.methods import stages
+from moatlab.methods.language import parse_method
+from moatlab.methods.stages import BATCH_STAGES, Context, misalignment, stage_loss
 from models_for_tests import Linear, small_network
 
 EPS = 8 / 255

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 import moatlab
 import models_for_tests
-from moatlab import methods, stages
 from moatlab.checkpoint import Progress, laid_out_like, load_checkpoint, save_checkpoint, seal
-from moatlab.cost import Cost
+from moatlab.methods import language, stages
+from moatlab.methods.cost import Cost
 from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.preparation import split
 from moatlab.recipe import make_recipe
@@ -56,7 +56,7 @@ def bits(folder):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_counted_cost_equals_the_planned_one_in_each_kind(method, tmp_path):
-    epochs = len(methods.parse_method(method).stages)
+    epochs = len(language.parse_method(method).stages)
     recipe = make_recipe(method, model="models_for_tests:counted", epochs=epochs)
     record = train(recipe, tmp_path / "run")
     assert record.counted == record.planned
@@ -87,7 +87,7 @@ def wasteful(context, x, y, _):
 
 @pytest.mark.parametrize(("stage", "declared"), [(careless, Cost(1, 0, 1)), (wasteful, Cost(2, 1, 1))])
 def test_a_stage_that_declares_too_little_is_caught(small, stage, declared, monkeypatch, tmp_path):
-    monkeypatch.setitem(methods.STAGES, "mine", methods.StageKind(lambda _: declared))
+    monkeypatch.setitem(language.STAGES, "mine", language.StageKind(lambda _: declared))
     monkeypatch.setitem(stages.BATCH_STAGES, "mine", stage)
     with pytest.raises(RunFailed, match="stage mine declares"):
         train(small("mine"), tmp_path / "run")
@@ -95,7 +95,7 @@ def test_a_stage_that_declares_too_little_is_caught(small, stage, declared, monk
 
 
 def test_a_stage_of_the_users_own_that_declares_what_it_does_trains(small, monkeypatch, tmp_path):
-    monkeypatch.setitem(methods.STAGES, "mine", methods.StageKind(lambda _: Cost(2, 0, 1)))
+    monkeypatch.setitem(language.STAGES, "mine", language.StageKind(lambda _: Cost(2, 0, 1)))
     monkeypatch.setitem(stages.BATCH_STAGES, "mine", careless)
     record = train(small("fgsm | mine", epochs=2), tmp_path / "run")
     assert record.counted == record.planned

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from moatlab.data.arrays import as_images
     from moatlab.entry import TrainedRun, train
     from moatlab.evaluation import evaluate
-    from moatlab.methods import parse_method
+    from moatlab.methods.language import parse_method
+    from moatlab.methods.stages import add_stage, make_batch
     from moatlab.models import load
     from moatlab.monitor import measure
     from moatlab.recipe import Recipe, make_recipe
     from moatlab.runtime.errors import RunFailed, UserError
-    from moatlab.stages import add_stage, make_batch
     from moatlab.sweep import compare
 
 __all__ = [
@@ -48,16 +48,16 @@ _HOME = {
     "RunFailed": "runtime.errors",
     "TrainedRun": "entry",
     "UserError": "runtime.errors",
-    "add_stage": "stages",
+    "add_stage": "methods.stages",
     "as_images": "data.arrays",
     "compare": "sweep",
     "evaluate": "evaluation",
     "load": "models",
     "load_images": "data",
-    "make_batch": "stages",
+    "make_batch": "methods.stages",
     "make_recipe": "recipe",
     "measure": "monitor",
-    "parse_method": "methods",
+    "parse_method": "methods.language",
     "train": "entry",
 }
 

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from moatlab.cost import Cost
+from moatlab.methods.cost import Cost
 from moatlab.models.weights import METADATA_KEY, UNREADABLE, check_archive, fingerprint, first_line, set_weights
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import SCHEMA, atomic, read_whole

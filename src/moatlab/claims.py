@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moatlab.intervals import paired_difference
-from moatlab.methods import parse_method
+from moatlab.methods.language import parse_method
 from moatlab.paper import COLUMNS, STAGE_ONE, Experiment, collapsed_in_paper
 
 Verdict = Literal["holds", "does not hold", "not decided"]

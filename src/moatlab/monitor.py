@@ -14,10 +14,10 @@ from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import Norm, project, steepest
 from moatlab.attacks.probe import evaluating
 from moatlab.data.batches import as_floats
+from moatlab.methods.stages import misalignment
 from moatlab.runtime import distributed
 from moatlab.runtime.device import full_precision
 from moatlab.runtime.randomness import generator
-from moatlab.stages import misalignment
 
 BATCH = 250  # images that share their draws, and go through the model at once if they are small
 SMALL_IMAGE = 3 * 32 * 32

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from moatlab.methods import STAGES
+from moatlab.methods.language import STAGES
 from moatlab.recipe import PRESETS, Recipe, option_name
 
 FILE = click.Path(path_type=Path, readable=False)  # not looked at here; a shell can complete it

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from moatlab.attacks.probe import evaluating
 from moatlab.data import Images, load_images
 from moatlab.data.batches import Batches, as_floats
-from moatlab.methods import Method, parse_method
+from moatlab.methods.language import Method, parse_method
+from moatlab.methods.stages import Context
 from moatlab.models import BUILT_IN, build_model, users_code
 from moatlab.models.weights import read_weights, set_weights
 from moatlab.recipe import Recipe, is_device
@@ -23,7 +24,6 @@ from moatlab.runtime.device import Autocast, choose_precision
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.randomness import generator, key
 from moatlab.sgd import Sgd
-from moatlab.stages import Context
 
 TRAIN_SAMPLE = 1000  # training images watched where none are held out
 

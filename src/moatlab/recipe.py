@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from moatlab.methods import Method, parse_method
+from moatlab.methods.language import Method, parse_method
 from moatlab.runtime import distributed
 from moatlab.runtime.errors import UserError, did_you_mean, needs_trust
 from moatlab.runtime.files import SCHEMA, read_whole

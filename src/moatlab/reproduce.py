@@ -248,10 +248,10 @@ def _announce(
 def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> tuple[float, bool, str]:
     """The time of one pass over the training set, by the fastest of a few steps of fgsm (two passes each); whether
     there is a GPU; the checksum of the images. `whole`: data that is not the official set is refused."""
-    from moatlab.methods import Stage
+    from moatlab.methods.language import Stage
+    from moatlab.methods.stages import stage_loss
     from moatlab.preparation import choose_device, context_of, prepare
     from moatlab.runtime.device import left_as_found
-    from moatlab.stages import stage_loss
 
     with left_as_found(choose_device(recipe.device), recipe.threads):
         session = prepare(recipe, data_dir, continuing=False)

@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moatlab.attacks.meter import Meter
 from moatlab.checkpoint import save_model
 from moatlab.continuation import keep_progress, new_record, take_up
-from moatlab.cost import Cost
 from moatlab.data import Images
 from moatlab.guards import Guard
 from moatlab.logbook import Logbook, announce
-from moatlab.methods import Method, Stage
+from moatlab.methods.cost import Cost
+from moatlab.methods.language import Method, Stage
+from moatlab.methods.meter import Meter
+from moatlab.methods.stages import stage_loss
 from moatlab.models import users_code
 from moatlab.models.weights import read_weights, set_weights
 from moatlab.monitor import PASSES as MONITOR_PASSES
@@ -32,7 +33,6 @@ from moatlab.runtime.errors import Interrupted, NotWritten, RunFailed, UserError
 from moatlab.runtime.randomness import key
 from moatlab.runtime.signals import Caught, signals_caught
 from moatlab.schedules import SCHEDULES
-from moatlab.stages import stage_loss
 
 
 def train(
@@ -187,7 +187,7 @@ class Run:
         if counted != stage.step_cost:
             raise RunFailed(
                 f"stage {stage} declares {stage.step_cost.kinds} forwards, input, weight and double backwards a step, "
-                f"but {counted.kinds} were counted; correct its cost in moatlab.methods.STAGES"
+                f"but {counted.kinds} were counted; correct its cost in moatlab.methods.language.STAGES"
             )
         progress.cost += counted
         if progress.replaced:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from faults.commands import moat, run
-from moatlab.methods import STAGES
+from moatlab.methods.language import STAGES
 from moatlab.paper import EXPERIMENTS
 from moatlab.recipe import PRESETS, Recipe, option_name
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from moatlab.methods import parse_method
+from moatlab.methods.language import parse_method
 from moatlab.runtime.files import atomic, remove_leftovers
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes too.

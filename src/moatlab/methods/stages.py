@@ -19,8 +19,8 @@ from moatlab.attacks import Probe, fgsm, pgd
 from moatlab.attacks.first_order import uniform_in_ball
 from moatlab.attacks.norms import Norm, project, steepest
 from moatlab.attacks.probe import evaluating
-from moatlab.cost import Cost
-from moatlab.methods import STAGES, Argument, Stage, StageKind, parse_method
+from moatlab.methods.cost import Cost
+from moatlab.methods.language import STAGES, Argument, Stage, StageKind, parse_method
 from moatlab.runtime import distributed
 from moatlab.runtime.errors import UserError
 

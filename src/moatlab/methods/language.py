@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moatlab.cost import Cost, whole_if_whole
+from moatlab.methods.cost import Cost, whole_if_whole
 from moatlab.runtime.errors import UserError, did_you_mean
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from moatlab.cost import Cost
+from moatlab.methods.cost import Cost
 
 
 class Meter:

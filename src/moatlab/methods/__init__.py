@@ -1,0 +1,1 @@
+"""The method language, the stages that it names, and what they cost."""
