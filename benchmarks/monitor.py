@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.methods.language import parse_method
-from moatlab.monitor import collapsed_at, judge
-from moatlab.recipe import make_recipe, slug
-from moatlab.runfolder import RunFolder
+from moatlab.training.monitor import collapsed_at, judge
+from moatlab.training.recipe import make_recipe, slug
+from moatlab.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 SEEDS = {"fgsm": 5, "fast": 5, "moat:2": 5, "imoat:2,5,8": 2, "pgd:2": 2, "pgd:7": 2}
@@ -45,7 +45,7 @@ def one(job: tuple[Path, str, int, str]) -> dict[str, Any]:
     folder, method, seed, answer = job
     out = RunFolder(folder / f"{slug(method)}_s{seed}{'' if answer == 'warn' else '_' + answer}")
     if not (out.record.exists() and json.loads(out.record.read_text())["status"] == "finished"):
-        from moatlab.training import train
+        from moatlab.training.trainer import train
 
         train(make_recipe(method, seed=seed, threads=1, on_collapse=answer), out.path, resume=True)
     lines = [json.loads(line) for line in out.metrics.read_text().splitlines()]

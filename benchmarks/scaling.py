@@ -30,11 +30,11 @@ from moatlab.attacks.probe import evaluating
 from moatlab.attacks.square_attack import square
 from moatlab.bench import peak_memory
 from moatlab.data.batches import Batches, as_floats
-from moatlab.preparation import prepare
-from moatlab.recipe import make_recipe
-from moatlab.runfolder import RunFolder
 from moatlab.runtime.environment import keep_freed_memory
-from moatlab.training import Run
+from moatlab.training.recipe import make_recipe
+from moatlab.training.run_folder import RunFolder
+from moatlab.training.setup import prepare
+from moatlab.training.trainer import Run
 
 KS = range(1, 9)
 CPU = torch.device("cpu")

@@ -35,12 +35,12 @@ from torch import Tensor, nn
 import moatlab
 from moatlab.methods.language import Stage
 from moatlab.models.convolution import Conv2d
-from moatlab.preparation import Session, prepare
-from moatlab.recipe import Recipe, make_recipe
-from moatlab.runfolder import RunFolder
 from moatlab.runtime.environment import keep_freed_memory
-from moatlab.schedules import SCHEDULES
-from moatlab.training import Run
+from moatlab.training.recipe import Recipe, make_recipe
+from moatlab.training.run_folder import RunFolder
+from moatlab.training.schedules import SCHEDULES
+from moatlab.training.setup import Session, prepare
+from moatlab.training.trainer import Run
 
 # The stages that one step is taken of. K = 5 is the mean of 2, 5 and 8, and the cost is linear in K.
 METHODS = {"fgsm": ["fgsm"], "pgd:7": ["pgd:7"], "imoat:2,5,8": ["mixup", "fast", "pgd:5"], "fast": ["fast"]}

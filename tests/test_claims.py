@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from moatlab.claims import Runs, check_claims, paper_rows
 from moatlab.intervals import interval, over_seeds, paired_difference, wilson
-from moatlab.monitor import collapsed_at
 from moatlab.outcomes import as_runs, read_outcomes, unpack
 from moatlab.paper import COLUMNS, EXPERIMENTS, TABLE, experiment
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import read_json
+from moatlab.training.monitor import collapsed_at
 
 KEPT = Path(__file__).parents[1] / "docs" / "results"
 TABLES = ["table1a", "table1b", "table2a", "table2b"]

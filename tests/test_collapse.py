@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import moatlab
-from moatlab import training
 from moatlab.methods.language import parse_method
-from moatlab.recipe import make_recipe
-from moatlab.runfolder import RunFolder
 from moatlab.runtime.errors import NotWritten, RunFailed
 from moatlab.runtime.files import read_json
-from moatlab.training import train
+from moatlab.training import trainer
+from moatlab.training.recipe import make_recipe
+from moatlab.training.run_folder import RunFolder
+from moatlab.training.trainer import train
 
 GOOD, LOST = {"fgsm": 0.30, "pgd7": 0.28, "alignment": 0.9}, {"fgsm": 0.60, "pgd7": 0.01, "alignment": 0.05}
 
@@ -22,7 +22,7 @@ def told(monkeypatch):
     """`told(GOOD, LOST, ...)`: what the monitor measures after the first epoch, the second, ...; then the truth."""
 
     def tell(*course):
-        real, watched = training.measure, []
+        real, watched = trainer.measure, []
 
         def measure(model, x, y, **more):
             found = real(model, x, y, **more)

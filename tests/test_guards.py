@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 import moatlab
-from moatlab import guards
-from moatlab.guards import all_finite
 from moatlab.methods import stages
-from moatlab.recipe import make_recipe
-from moatlab.runfolder import RunFolder
 from moatlab.runtime.device import same_bits
 from moatlab.runtime.errors import RunFailed
 from moatlab.runtime.files import read_json
-from moatlab.training import Run, train
+from moatlab.training import nan_guard
+from moatlab.training.nan_guard import all_finite
+from moatlab.training.recipe import make_recipe
+from moatlab.training.run_folder import RunFolder
+from moatlab.training.trainer import Run, train
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_where_asking_costs_time_it_is_asked_now_and_then_and_weights_are_kept_m
     small, poisoned, tmp_path, monkeypatch, on_nan
 ):
     """As on a GPU: the answer is read every third step only."""
-    monkeypatch.setattr(guards.Guard, "is_time_to_look", lambda _self, step: (step + 1) % 3 == 0)
+    monkeypatch.setattr(nan_guard.Guard, "is_time_to_look", lambda _self, step: (step + 1) % 3 == 0)
     looks = []
     real = Run.look
     monkeypatch.setattr(Run, "look", lambda self: looks.append(self.progress.step) or real(self))

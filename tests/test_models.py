@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 import moatlab
-from moatlab.checkpoint import save_model
 from moatlab.models import build_model
 from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.runtime.errors import UserError
+from moatlab.training.checkpoint import save_model
 from models_for_tests import Linear
 
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from moatlab.data.batches import as_floats
 from moatlab.methods.language import parse_method
-from moatlab.monitor import collapsed_at as collapsed_at_checks
-from moatlab.monitor import judge, measure
 from moatlab.runtime.randomness import generator, key
+from moatlab.training.monitor import collapsed_at as collapsed_at_checks
+from moatlab.training.monitor import judge, measure
 from models_for_tests import small_network
 
 ONE_STAGE, CYCLE = parse_method("fgsm"), parse_method("moat:2")

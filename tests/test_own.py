@@ -21,10 +21,10 @@ from moatlab.methods.language import STAGES, Stage
 from moatlab.methods.stages import BATCH_STAGES, Context, stage_loss
 from moatlab.models import BUILT_IN, build_model
 from moatlab.models.weights import read_weights
-from moatlab.preparation import choose_device
-from moatlab.recipe import load_recipe, make_recipe
 from moatlab.runtime.errors import UserError
 from moatlab.subject import model_sha256
+from moatlab.training.recipe import load_recipe, make_recipe
+from moatlab.training.setup import choose_device
 
 # --- models
 

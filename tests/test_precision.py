@@ -7,15 +7,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import moatlab
-from moatlab import guards
 from moatlab.attacks import fgsm
 from moatlab.attacks.probe import Probe
 from moatlab.models.preact_resnet import PreActResNet18
-from moatlab.preparation import prepare
-from moatlab.recipe import make_recipe
 from moatlab.runtime.device import Autocast, choose_precision
 from moatlab.runtime.errors import RunFailed, UserError
-from moatlab.training import train
+from moatlab.training.recipe import make_recipe
+from moatlab.training.setup import prepare
+from moatlab.training.trainer import train
 
 
 def test_auto_is_full_precision_on_a_cpu():

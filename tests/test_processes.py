@@ -15,7 +15,7 @@ import torch
 import together
 from images_for_tests import tiny_images
 from moatlab.models.weights import read_weights
-from moatlab.runfolder import RunFolder
+from moatlab.training.run_folder import RunFolder
 
 HERE = Path(__file__).parent
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moatlab.recipe import PRESETS, Recipe, load_recipe, make_recipe, parse_eps, read_recipe_file, slug
 from moatlab.runtime.errors import UserError
+from moatlab.training.recipe import PRESETS, Recipe, load_recipe, make_recipe, parse_eps, read_recipe_file, slug
 
 methods = st.sampled_from(
     ["standard", "fgsm", "fast", "nfgsm", "pgd:7", "gradalign", "gradalign:0.5", "kim", "moat:2", "imoat:2,5,8",

@@ -21,9 +21,9 @@ from moatlab.models.weights import fingerprint, read_weights
 from moatlab.portrait import RADII, draw_portrait
 from moatlab.report.page import find_runs, write_report
 from moatlab.report.svg import Series, line_chart, pareto, scatter, surface, tag, ticks
-from moatlab.runfolder import RunFolder
 from moatlab.runtime.files import read_json, write_json
 from moatlab.subject import Subject, load_subject
+from moatlab.training.run_folder import RunFolder
 from models_for_tests import Linear
 
 

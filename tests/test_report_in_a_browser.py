@@ -12,7 +12,7 @@ from moatlab.methods.language import parse_method
 from moatlab.portrait import SIDE, as_png
 from moatlab.report.gather import RunView
 from moatlab.report.page import render
-from moatlab.runfolder import RunRecord
+from moatlab.training.run_folder import RunRecord
 
 EVIL = "<script>alert(1)</script>"
 EPOCHS = 200

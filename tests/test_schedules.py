@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moatlab.recipe import Recipe
-from moatlab.schedules import SCHEDULES, cyclic, stepwise
+from moatlab.training.recipe import Recipe
+from moatlab.training.schedules import SCHEDULES, cyclic, stepwise
 
 runs = st.tuples(st.integers(1, 400), st.integers(1, 50))  # epochs, steps per epoch
 peaks = st.floats(1e-6, 1e3)

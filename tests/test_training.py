@@ -13,17 +13,17 @@ import torch.nn.functional as F
 
 import moatlab
 import models_for_tests
-from moatlab.checkpoint import Progress, laid_out_like, load_checkpoint, save_checkpoint, seal
 from moatlab.methods import language, stages
 from moatlab.methods.cost import Cost
 from moatlab.models.preact_resnet import PreActResNet18
-from moatlab.preparation import split
-from moatlab.recipe import make_recipe
-from moatlab.runfolder import RunFolder
 from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.runtime.files import read_json, write_json
-from moatlab.sgd import Sgd
-from moatlab.training import Run, train
+from moatlab.training.checkpoint import Progress, laid_out_like, load_checkpoint, save_checkpoint, seal
+from moatlab.training.optimizer import Sgd
+from moatlab.training.recipe import make_recipe
+from moatlab.training.run_folder import RunFolder
+from moatlab.training.setup import split
+from moatlab.training.trainer import Run, train
 
 METHODS = [
     "standard", "fgsm", "fast", "nfgsm", "pgd:2", "pgd:7", "gradalign", "kim", "moat:2", "moat:5", "imoat:1,2,3",
@@ -231,7 +231,7 @@ def test_our_sgd_is_pytorchs_bit_for_bit(momentum):
 
 
 def test_where_no_fused_kernel_looks_for_infinities_sgd_does_so_itself(monkeypatch):
-    monkeypatch.setattr("moatlab.sgd.FUSED", ())
+    monkeypatch.setattr("moatlab.training.optimizer.FUSED", ())
     torch.manual_seed(0)
     ours = torch.nn.Linear(5, 3)
     theirs = copy.deepcopy(ours)
@@ -305,7 +305,7 @@ def test_a_softmax_at_the_end_is_warned_of(small, capsys):
 def test_a_training_process_does_not_import_the_compiler(small):
     """It takes two seconds."""
     code = (
-        "import sys; from moatlab.recipe import Recipe; from moatlab.training import train; "
+        "import sys; from moatlab.training.recipe import Recipe; from moatlab.training.trainer import train; "
         "train(Recipe.model_validate_json(sys.argv[1]), 'run'); assert 'torch._dynamo' not in sys.modules"
     )
     recipe = small("moat:2", epochs=3).model_dump_json()

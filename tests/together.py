@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 from moatlab.card import evaluate_subject
-from moatlab.recipe import make_recipe
 from moatlab.runtime import distributed
 from moatlab.subject import load_subject
-from moatlab.training import train
+from moatlab.training.recipe import make_recipe
+from moatlab.training.trainer import train
 
 STAGES = "moat:2", "imoat:1,2,3", "standard | cutmix | nfgsm", "fgsm | kim | gradalign:0.5"
 

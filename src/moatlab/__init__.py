@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moatlab.data import load_images
     from moatlab.data.arrays import as_images
-    from moatlab.entry import TrainedRun, train
     from moatlab.evaluation import evaluate
     from moatlab.methods.language import parse_method
     from moatlab.methods.stages import add_stage, make_batch
     from moatlab.models import load
-    from moatlab.monitor import measure
-    from moatlab.recipe import Recipe, make_recipe
     from moatlab.runtime.errors import RunFailed, UserError
     from moatlab.sweep import compare
+    from moatlab.training.api import TrainedRun, train
+    from moatlab.training.monitor import measure
+    from moatlab.training.recipe import Recipe, make_recipe
 
 __all__ = [
     "Recipe",
@@ -44,9 +44,9 @@ __all__ = [
 ]
 
 _HOME = {
-    "Recipe": "recipe",
+    "Recipe": "training.recipe",
     "RunFailed": "runtime.errors",
-    "TrainedRun": "entry",
+    "TrainedRun": "training.api",
     "UserError": "runtime.errors",
     "add_stage": "methods.stages",
     "as_images": "data.arrays",
@@ -55,10 +55,10 @@ _HOME = {
     "load": "models",
     "load_images": "data",
     "make_batch": "methods.stages",
-    "make_recipe": "recipe",
-    "measure": "monitor",
+    "make_recipe": "training.recipe",
+    "measure": "training.monitor",
     "parse_method": "methods.language",
-    "train": "entry",
+    "train": "training.api",
 }
 
 

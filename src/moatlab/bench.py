@@ -22,15 +22,15 @@ from torch.utils.flop_counter import flop_registry
 
 from moatlab.attacks.probe import Probe
 from moatlab.models import BUILT_IN, build_model, users_code
-from moatlab.preparation import choose_device, prepare
-from moatlab.recipe import make_recipe
-from moatlab.runfolder import RunFolder
 from moatlab.runtime.console import Bar, Pace
 from moatlab.runtime.device import DTYPES, Autocast, choose_precision, full_precision, left_as_found
 from moatlab.runtime.environment import describe_environment, keep_freed_memory
 from moatlab.runtime.files import SCHEMA
-from moatlab.sgd import Sgd
-from moatlab.training import Run
+from moatlab.training.optimizer import Sgd
+from moatlab.training.recipe import make_recipe
+from moatlab.training.run_folder import RunFolder
+from moatlab.training.setup import choose_device, prepare
+from moatlab.training.trainer import Run
 
 SIZE, PRODUCTS = 2048, 20  # the limit is the best of so many products of two matrices of this size
 ROUNDS = 5

@@ -15,7 +15,6 @@ from moatlab.attacks.norms import USUAL_EPS, Norm
 from moatlab.data import Images
 from moatlab.evaluation import evaluate
 from moatlab.partial import discard, for_one_process, pieces
-from moatlab.recipe import parse_eps
 from moatlab.runtime import console, distributed
 from moatlab.runtime.console import warn
 from moatlab.runtime.environment import describe_environment
@@ -23,6 +22,7 @@ from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import atomic, read_json, remove_leftovers, with_checksum
 from moatlab.subject import Subject
 from moatlab.suitability import device_of
+from moatlab.training.recipe import parse_eps
 from moatlab.verdicts import AUDIT, NOT_FOUND, Evaluation, first_broken_by, merged, shares
 
 NOTES = {"aa-fast": "an upper bound on robustness, not AutoAttack: apgd-ce and apgd-t only"}

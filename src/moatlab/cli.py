@@ -28,9 +28,9 @@ from moatlab.options import (
     running_options,
 )
 from moatlab.publishing import export_command, report_command, reproduce_command
-from moatlab.recipe import Recipe, default_name, make_recipe
 from moatlab.runtime import console, distributed
 from moatlab.runtime.errors import Interrupted, RunFailed, UserError
+from moatlab.training.recipe import Recipe, default_name, make_recipe
 
 COST_NAMES = ("forwards", "input_backwards", "weight_backwards", "double_backwards")
 
@@ -87,7 +87,7 @@ def train_command(
         recipe_file = out / "recipe.toml"
     recipe = make_recipe(method, preset=preset, file=recipe_file, trust_model_code=trust_model_code, **options)
     out = out or Path("runs") / default_name(recipe, preset)
-    from moatlab.training import train
+    from moatlab.training.trainer import train
 
     record = train(
         recipe, out, data_dir=data_dir, resume=resume, max_steps=max_steps, checkpoint_every=checkpoint_every,

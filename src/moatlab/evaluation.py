@@ -22,7 +22,6 @@ from moatlab.data.batches import as_floats
 from moatlab.models import users_code
 from moatlab.models.weights import hash_of
 from moatlab.partial import Partial
-from moatlab.recipe import parse_eps
 from moatlab.runtime import console
 from moatlab.runtime.device import DTYPES, Autocast, full_precision, left_as_found
 from moatlab.runtime.environment import keep_freed_memory
@@ -30,6 +29,7 @@ from moatlab.runtime.errors import Interrupted, RunFailed, UserError
 from moatlab.runtime.randomness import key
 from moatlab.runtime.signals import Caught, signals_caught
 from moatlab.suitability import as_tensor, channels_last_copy, check_input, check_model, check_norm, device_of
+from moatlab.training.recipe import parse_eps
 from moatlab.verdicts import AUDIT, Evaluation, audited
 
 STANDING, CLEAN = 0, 1  # verdicts; from 2 on, the number of the member attack that broke the example, plus 2

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from moatlab.methods.language import STAGES
-from moatlab.recipe import PRESETS, Recipe, option_name
+from moatlab.training.recipe import PRESETS, Recipe, option_name
 
 FILE = click.Path(path_type=Path, readable=False)  # not looked at here; a shell can complete it
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")

@@ -20,12 +20,12 @@ from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import steepest
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
-from moatlab.recipe import parse_eps
 from moatlab.runtime import console
 from moatlab.runtime.device import full_precision
 from moatlab.runtime.randomness import generator
 from moatlab.subject import Subject
 from moatlab.suitability import device_of
+from moatlab.training.recipe import parse_eps
 
 IMAGES = 200  # for robustness by radius
 RADII = 8  # equal steps, up to 16/255 or the model's own radius

@@ -13,9 +13,9 @@ from typing import Any
 from moatlab.data import KNOWN_SIZES
 from moatlab.paper import COLUMNS, EXPERIMENTS, Experiment, Part, Row
 from moatlab.pool import each
-from moatlab.recipe import Recipe, load_recipe, make_recipe, slug
 from moatlab.runtime import console
 from moatlab.runtime.errors import NotWritten, RunFailed, UserError
+from moatlab.training.recipe import Recipe, load_recipe, make_recipe, slug
 
 # Test images for all attacks, and for AutoAttack; None is all of them.
 EVALUATED: dict[str, tuple[int | None, int | None]] = {
@@ -155,8 +155,8 @@ def reproduce(
     from moatlab.report.page import publish
     from moatlab.report.plots import plot_result
     from moatlab.results import make_result, write_result
-    from moatlab.runfolder import RunFolder
     from moatlab.tables import for_page
+    from moatlab.training.run_folder import RunFolder
 
     for job in [*sweep.jobs, *_found(sweep, out)]:
         RunFolder(out / job.name).check(job.recipe, resume=True)
@@ -210,7 +210,7 @@ def _carry_out(
     """One run: trained, and evaluated."""
     from moatlab.models import users_code
     from moatlab.outcomes import evaluate_run
-    from moatlab.training import train
+    from moatlab.training.trainer import train
 
     train(recipe, folder, data_dir=data_dir, resume=True)
     with users_code(f"{folder.name} can't be evaluated", RunFailed):
@@ -250,8 +250,8 @@ def seconds_per_pass(recipe: Recipe, data_dir: Path | None, *, whole: bool) -> t
     there is a GPU; the checksum of the images. `whole`: data that is not the official set is refused."""
     from moatlab.methods.language import Stage
     from moatlab.methods.stages import stage_loss
-    from moatlab.preparation import choose_device, context_of, prepare
     from moatlab.runtime.device import left_as_found
+    from moatlab.training.setup import choose_device, context_of, prepare
 
     with left_as_found(choose_device(recipe.device), recipe.threads):
         session = prepare(recipe, data_dir, continuing=False)

@@ -13,11 +13,11 @@ from moatlab.attacks.norms import USUAL_EPS, Norm
 from moatlab.data import KNOWN_SIZES, Images, load_images
 from moatlab.models import BUILT_IN, build_model
 from moatlab.models.weights import hash_of, read_weights, set_weights
-from moatlab.preparation import choose_device
-from moatlab.recipe import load_recipe, slug
 from moatlab.runtime.console import warn
 from moatlab.runtime.errors import UserError, needs_trust
 from moatlab.suitability import check_norm
+from moatlab.training.recipe import load_recipe, slug
+from moatlab.training.setup import choose_device
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.pool import each
-from moatlab.recipe import Recipe, slug
-from moatlab.runfolder import RunFolder, RunRecord
 from moatlab.runtime import console
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import write_json
-from moatlab.training import train
+from moatlab.training.recipe import Recipe, slug
+from moatlab.training.run_folder import RunFolder, RunRecord
+from moatlab.training.trainer import train
 
 
 def compare(

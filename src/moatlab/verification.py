@@ -19,13 +19,13 @@ from moatlab.attacks.norms import distance
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
 from moatlab.models import BUILT_IN, users_code
-from moatlab.recipe import parse_eps
 from moatlab.runtime import console
 from moatlab.runtime.device import DTYPES, Autocast, full_precision
 from moatlab.runtime.errors import RunFailed, UserError, needs_trust
 from moatlab.runtime.files import UNREADABLE_ARRAYS, read_json_and_check
 from moatlab.subject import Subject, load_subject
 from moatlab.suitability import device_of
+from moatlab.training.recipe import parse_eps
 from moatlab.verdicts import AUDIT, NOT_FOUND, audited, first_broken_by, shares
 
 TOLERANCE = 1e-6

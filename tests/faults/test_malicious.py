@@ -15,11 +15,11 @@ import torch
 
 import moatlab
 from faults.commands import moat
-from moatlab.checkpoint import save_model, seal
 from moatlab.data.cifar import SPECS
 from moatlab.models.weights import read_weights
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import read_json_and_check, write_json
+from moatlab.training.checkpoint import save_model, seal
 
 
 @pytest.fixture

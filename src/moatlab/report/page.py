@@ -17,13 +17,13 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from moatlab.recipe import parse_eps
 from moatlab.report.gather import RunView, find_runs, gather
 from moatlab.report.plots import plot_portrait, plot_run
 from moatlab.report.svg import COLOURS, Band, Series, line_chart, pareto, scatter, surface
 from moatlab.runtime import console
 from moatlab.runtime.errors import NotWritten, RunFailed, UserError
 from moatlab.runtime.files import atomic, make_folder, remove_leftovers
+from moatlab.training.recipe import parse_eps
 
 __all__ = ["find_runs", "publish", "write_report"]
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moatlab.recipe import NORM_NAMES
+from moatlab.training.recipe import NORM_NAMES
 
 THOROUGH = {"pgd50", "cw50", "apgd-ce", "apgd-t", "aa-fast", "aa"}  # without one of them nothing is said of robustness
 

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moatlab.recipe import Recipe, load_recipe, option_name
 from moatlab.runtime.errors import Damaged, UserError
 from moatlab.runtime.files import atomic, locked, read_json, read_whole, remove_leftovers, write_json
+from moatlab.training.recipe import Recipe, load_recipe, option_name
 
 LOGS = {".log", ".txt", ".out", ".err"}  # a job's own output may stand in the run's folder
 

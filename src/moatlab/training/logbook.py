@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from moatlab.checkpoint import Progress
-from moatlab.preparation import Session
-from moatlab.recipe import Recipe
-from moatlab.runfolder import RunFolder
 from moatlab.runtime import console, distributed
 from moatlab.runtime.files import append_line
+from moatlab.training.checkpoint import Progress
+from moatlab.training.recipe import Recipe
+from moatlab.training.run_folder import RunFolder
+from moatlab.training.setup import Session
 
 FEW_STEPS = 100  # of a whole run
 ROW = "{:>5} {:<11} {:>7} {:>6} {:>6} {:>6} {:>6} {:>6} {:>7} {:>8}"

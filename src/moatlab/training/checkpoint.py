@@ -18,7 +18,7 @@ from moatlab.methods.cost import Cost
 from moatlab.models.weights import METADATA_KEY, UNREADABLE, check_archive, fingerprint, first_line, set_weights
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import SCHEMA, atomic, read_whole
-from moatlab.sgd import Sgd
+from moatlab.training.optimizer import Sgd
 
 
 @dataclass

@@ -8,14 +8,14 @@ from typing import Any, overload
 
 from torch import nn
 
-from moatlab import training
 from moatlab.data import Images
 from moatlab.data.arrays import as_images
 from moatlab.models import load
-from moatlab.recipe import Recipe, default_name, make_recipe
-from moatlab.runfolder import RunRecord
 from moatlab.runtime import console, distributed
 from moatlab.runtime.errors import UserError
+from moatlab.training import trainer
+from moatlab.training.recipe import Recipe, default_name, make_recipe
+from moatlab.training.run_folder import RunRecord
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def train(
             raise UserError("train(recipe, folder) needs a folder for the run")
         if out is not None or method is not None or options:
             raise UserError("train(recipe, folder) takes all the rest from the recipe")
-        return training.train(model, data, **running)
+        return trainer.train(model, data, **running)
     if not isinstance(model, nn.Module | str):
         raise UserError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module, or a name")
     data, method = "mini" if data is None else data, method or "moat:2"
@@ -84,7 +84,7 @@ def train(
     name = f"{type(model).__module__}:{type(model).__qualname__}" if own else model
     recipe = make_recipe(method, model=name, data=images.name if images else str(data), **options)
     folder = Path(out) if out else free_folder(recipe, options.get("preset"), resume)
-    record = training.train(recipe, folder, images=images, model=model if isinstance(model, nn.Module) else None,
+    record = trainer.train(recipe, folder, images=images, model=model if isinstance(model, nn.Module) else None,
                             **running)  # fmt: skip
     if not isinstance(model, nn.Module):
         return TrainedRun(folder, record, load(folder, trust_model_code=True))

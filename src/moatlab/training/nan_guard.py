@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from moatlab.preparation import Session
+from moatlab.training.setup import Session
 
 LOOK_STEPS = 50  # how often an accelerator, which would have to wait, is asked; the CPU is asked at every step
 SMALLEST_SCALE = 1e-3  # of fp16 gradients; it begins at 65536 and is halved at each overflow

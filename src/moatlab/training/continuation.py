@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from moatlab.checkpoint import Progress, load_checkpoint, save_checkpoint
-from moatlab.preparation import Session
-from moatlab.runfolder import RunFolder, RunRecord
 from moatlab.runtime import console, distributed
 from moatlab.runtime.environment import describe_environment
 from moatlab.runtime.errors import Damaged, UserError
 from moatlab.runtime.files import restore_lines
+from moatlab.training.checkpoint import Progress, load_checkpoint, save_checkpoint
+from moatlab.training.run_folder import RunFolder, RunRecord
+from moatlab.training.setup import Session
 
 Good = dict[str, Tensor] | None  # the weights of the last good epoch, where a collapse may call for them
 

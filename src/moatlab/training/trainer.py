@@ -10,29 +10,29 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moatlab.checkpoint import save_model
-from moatlab.continuation import keep_progress, new_record, take_up
 from moatlab.data import Images
-from moatlab.guards import Guard
-from moatlab.logbook import Logbook, announce
 from moatlab.methods.cost import Cost
 from moatlab.methods.language import Method, Stage
 from moatlab.methods.meter import Meter
 from moatlab.methods.stages import stage_loss
 from moatlab.models import users_code
 from moatlab.models.weights import read_weights, set_weights
-from moatlab.monitor import PASSES as MONITOR_PASSES
-from moatlab.monitor import collapsed_at, judge, measure
-from moatlab.preparation import Session, choose_device, context_of, prepare
-from moatlab.recipe import Recipe, option_name
-from moatlab.runfolder import RunFolder, RunRecord
 from moatlab.runtime import console, distributed
 from moatlab.runtime.device import full_precision, left_as_found, same_bits
 from moatlab.runtime.environment import keep_freed_memory
 from moatlab.runtime.errors import Interrupted, NotWritten, RunFailed, UserError
 from moatlab.runtime.randomness import key
 from moatlab.runtime.signals import Caught, signals_caught
-from moatlab.schedules import SCHEDULES
+from moatlab.training.checkpoint import save_model
+from moatlab.training.continuation import keep_progress, new_record, take_up
+from moatlab.training.logbook import Logbook, announce
+from moatlab.training.monitor import PASSES as MONITOR_PASSES
+from moatlab.training.monitor import collapsed_at, judge, measure
+from moatlab.training.nan_guard import Guard
+from moatlab.training.recipe import Recipe, option_name
+from moatlab.training.run_folder import RunFolder, RunRecord
+from moatlab.training.schedules import SCHEDULES
+from moatlab.training.setup import Session, choose_device, context_of, prepare
 
 
 def train(

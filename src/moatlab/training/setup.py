@@ -17,13 +17,13 @@ from moatlab.methods.language import Method, parse_method
 from moatlab.methods.stages import Context
 from moatlab.models import BUILT_IN, build_model, users_code
 from moatlab.models.weights import read_weights, set_weights
-from moatlab.recipe import Recipe, is_device
 from moatlab.runtime import distributed
 from moatlab.runtime.console import warn
 from moatlab.runtime.device import Autocast, choose_precision
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.randomness import generator, key
-from moatlab.sgd import Sgd
+from moatlab.training.optimizer import Sgd
+from moatlab.training.recipe import Recipe, is_device
 
 TRAIN_SAMPLE = 1000  # training images watched where none are held out
 

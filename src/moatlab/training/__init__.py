@@ -1,0 +1,1 @@
+"""Recipes, and the loop that trains them."""
