@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moatlab.claims import Runs, check_claims, paper_rows
-from moatlab.intervals import interval, over_seeds, paired_difference, wilson
+from moatlab.evaluation.intervals import interval, over_seeds, paired_difference, wilson
 from moatlab.outcomes import as_runs, read_outcomes, unpack
 from moatlab.paper import COLUMNS, EXPERIMENTS, TABLE, experiment
 from moatlab.runtime.errors import UserError

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 import moatlab
-from moatlab.card import evaluate_subject, write_card
+from moatlab.evaluation.card import evaluate_subject, write_card
+from moatlab.evaluation.result import first_broken_by, shares
+from moatlab.evaluation.target import load_subject
 from moatlab.runtime.files import read_json
-from moatlab.subject import load_subject
-from moatlab.verdicts import first_broken_by, shares
 from models_for_tests import FIXTURES
 from test_cli_bad_input import refuses  # noqa: F401 (a fixture)
 

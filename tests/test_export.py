@@ -11,9 +11,9 @@ from torch import nn
 
 from images_for_tests import tiny_images
 from moatlab.data.batches import as_floats
+from moatlab.evaluation.target import load_subject
 from moatlab.export import to_robustbench
 from moatlab.models import BUILT_IN, build_model, load
-from moatlab.subject import load_subject
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 

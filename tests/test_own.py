@@ -17,12 +17,12 @@ from moatlab.attacks.first_order import uniform_in_ball
 from moatlab.attacks.norms import distance
 from moatlab.data import load_images
 from moatlab.data.batches import Batches
+from moatlab.evaluation.target import model_sha256
 from moatlab.methods.language import STAGES, Stage
 from moatlab.methods.stages import BATCH_STAGES, Context, stage_loss
 from moatlab.models import BUILT_IN, build_model
 from moatlab.models.weights import read_weights
 from moatlab.runtime.errors import UserError
-from moatlab.subject import model_sha256
 from moatlab.training.recipe import load_recipe, make_recipe
 from moatlab.training.setup import choose_device
 

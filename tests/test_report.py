@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from images_for_tests import tiny_images
 from moatlab import make_recipe, train
 from moatlab.data import load_images
+from moatlab.evaluation.target import Subject, load_subject
 from moatlab.models.weights import fingerprint, read_weights
 from moatlab.portrait import RADII, draw_portrait
 from moatlab.report.page import find_runs, write_report
 from moatlab.report.svg import Series, line_chart, pareto, scatter, surface, tag, ticks
 from moatlab.runtime.files import read_json, write_json
-from moatlab.subject import Subject, load_subject
 from moatlab.training.run_folder import RunFolder
 from models_for_tests import Linear
 

@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from moatlab.card import evaluate_subject
+from moatlab.evaluation.card import evaluate_subject
+from moatlab.evaluation.target import load_subject
 from moatlab.runtime import distributed
-from moatlab.subject import load_subject
 from moatlab.training.recipe import make_recipe
 from moatlab.training.trainer import train
 

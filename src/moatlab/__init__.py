@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moatlab.data import load_images
     from moatlab.data.arrays import as_images
-    from moatlab.evaluation import evaluate
+    from moatlab.evaluation.evaluator import evaluate
     from moatlab.methods.language import parse_method
     from moatlab.methods.stages import add_stage, make_batch
     from moatlab.models import load
@@ -51,7 +51,7 @@ _HOME = {
     "add_stage": "methods.stages",
     "as_images": "data.arrays",
     "compare": "sweep",
-    "evaluate": "evaluation",
+    "evaluate": "evaluation.evaluator",
     "load": "models",
     "load_images": "data",
     "make_batch": "methods.stages",

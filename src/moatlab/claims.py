@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moatlab.intervals import paired_difference
+from moatlab.evaluation.intervals import paired_difference
 from moatlab.methods.language import parse_method
 from moatlab.paper import COLUMNS, STAGE_ONE, Experiment, collapsed_in_paper
 

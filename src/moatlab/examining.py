@@ -51,8 +51,8 @@ def eval_command(
     from moatlab.attacks.ensemble import check_names, usual_attacks
 
     names = [] if attacks is None else check_names(attacks)
-    from moatlab.card import evaluate_subject
-    from moatlab.subject import load_subject
+    from moatlab.evaluation.card import evaluate_subject
+    from moatlab.evaluation.target import load_subject
 
     subject = load_subject(
         target, model=model, which=which, data=data, data_dir=data_dir, device=device,
@@ -93,7 +93,7 @@ def verify_command(card: Path, data_dir: Path | None, device: str, trust_model_c
 
     Needs a card made with --save-adversarial, beside its model. Ends with exit code 1 if an example fails.
     """
-    from moatlab.verification import verify
+    from moatlab.evaluation.verify import verify
 
     card = card / "eval.json" if card.is_dir() else card
     report = verify(card, data_dir=data_dir, device=device, trust_model_code=trust_model_code)

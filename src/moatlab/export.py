@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.data import KNOWN_SIZES
+from moatlab.evaluation.target import card_path, model_sha256, weights_file
 from moatlab.models import load, users_code
 from moatlab.models.preact_resnet import PreActResNet
 from moatlab.models.weights import read_weights
@@ -23,7 +24,6 @@ from moatlab.runtime.console import warn
 from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.runtime.files import atomic, make_folder, read_json
 from moatlab.runtime.randomness import generator
-from moatlab.subject import card_path, model_sha256, weights_file
 from moatlab.training.recipe import NORM_NAMES, load_recipe, parse_eps
 
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime")}

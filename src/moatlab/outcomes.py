@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from moatlab.card import evaluate_subject
 from moatlab.claims import Runs
+from moatlab.evaluation.card import evaluate_subject
+from moatlab.evaluation.target import Subject, load_subject
 from moatlab.paper import COLUMNS, WATCHED, Part
 from moatlab.runtime.device import left_as_found
 from moatlab.runtime.environment import commit
 from moatlab.runtime.errors import Damaged, UserError
 from moatlab.runtime.files import read_json, write_json
-from moatlab.subject import Subject, load_subject
 from moatlab.training.monitor import GAP
 from moatlab.training.recipe import Recipe
 from moatlab.training.run_folder import RunFolder

@@ -20,11 +20,11 @@ from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import steepest
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
+from moatlab.evaluation.checks import device_of
+from moatlab.evaluation.target import Subject
 from moatlab.runtime import console
 from moatlab.runtime.device import full_precision
 from moatlab.runtime.randomness import generator
-from moatlab.subject import Subject
-from moatlab.suitability import device_of
 from moatlab.training.recipe import parse_eps
 
 IMAGES = 200  # for robustness by radius

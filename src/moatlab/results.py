@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.claims import check_claims, paper_rows
-from moatlab.intervals import interval
+from moatlab.evaluation.intervals import interval
 from moatlab.outcomes import Outcome, as_runs, part_of
 from moatlab.paper import Experiment, Part, Row
 from moatlab.runtime.environment import commit, describe_environment

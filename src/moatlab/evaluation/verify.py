@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from moatlab import redflags
 from moatlab.attacks.ensemble import LAST_ITERATE
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import distance
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
+from moatlab.evaluation import red_flags
+from moatlab.evaluation.checks import device_of
+from moatlab.evaluation.result import AUDIT, NOT_FOUND, audited, first_broken_by, shares
+from moatlab.evaluation.target import Subject, load_subject
 from moatlab.models import BUILT_IN, users_code
 from moatlab.runtime import console
 from moatlab.runtime.device import DTYPES, Autocast, full_precision
 from moatlab.runtime.errors import RunFailed, UserError, needs_trust
 from moatlab.runtime.files import UNREADABLE_ARRAYS, read_json_and_check
-from moatlab.subject import Subject, load_subject
-from moatlab.suitability import device_of
 from moatlab.training.recipe import parse_eps
-from moatlab.verdicts import AUDIT, NOT_FOUND, audited, first_broken_by, shares
 
 TOLERANCE = 1e-6
 VERIFIED_AT_ONCE = 500
@@ -123,7 +123,7 @@ def _inconsistency(card: dict[str, Any]) -> str | None:
     if card["first_broken_by"] != first:
         return "the list of what broke each image first is not that of the verdicts"
     accuracy = {name: result["accuracy"] for name, result in results.items()}
-    raised = {flag.name for flag in redflags.judge(card["measured"], accuracy, broken_by, audited(broken_by))}
+    raised = {flag.name for flag in red_flags.judge(card["measured"], accuracy, broken_by, audited(broken_by))}
     if missing := raised - {flag["name"] for flag in card["flags"]}:
         return f"its numbers raise a red flag that it does not show: {min(missing)}"
     return None

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moatlab import redflags
-from moatlab.intervals import wilson
-from moatlab.redflags import Flag
+from moatlab.evaluation import red_flags
+from moatlab.evaluation.intervals import wilson
+from moatlab.evaluation.red_flags import Flag
 
 AUDIT = "audit"
 NOT_FOUND = (None, "clean", "before")  # verdicts without an adversarial example: standing, or wrong before the attack
@@ -61,7 +61,7 @@ def merged(parts: Sequence[Evaluation]) -> Evaluation:
         robust=robust,
         broken_by=broken_by,
         cost=cost,
-        flags=redflags.judge(measured, accuracy, broken_by, audited(broken_by)),
+        flags=red_flags.judge(measured, accuracy, broken_by, audited(broken_by)),
         measured=measured,
         settings=first.settings | {"images": len(robust["clean"])},
         adversarial=adversarial,

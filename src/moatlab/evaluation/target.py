@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from moatlab.attacks.norms import USUAL_EPS, Norm
 from moatlab.data import KNOWN_SIZES, Images, load_images
+from moatlab.evaluation.checks import check_norm
 from moatlab.models import BUILT_IN, build_model
 from moatlab.models.weights import hash_of, read_weights, set_weights
 from moatlab.runtime.console import warn
 from moatlab.runtime.errors import UserError, needs_trust
-from moatlab.suitability import check_norm
 from moatlab.training.recipe import load_recipe, slug
 from moatlab.training.setup import choose_device
 

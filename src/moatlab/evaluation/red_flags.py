@@ -13,7 +13,7 @@ from moatlab.attacks.first_order import fgsm, strong_pgd
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import Norm, distance
 from moatlab.attacks.probe import Probe
-from moatlab.intervals import wilson
+from moatlab.evaluation.intervals import wilson
 
 SAMPLE = 200  # images that are looked at
 STEPS = 20

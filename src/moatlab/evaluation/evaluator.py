@@ -12,25 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moatlab import redflags
 from moatlab.attacks.draws import Draws
 from moatlab.attacks.ensemble import ENSEMBLES, FIND_OR_RETURN, LAST_ITERATE, Part, check_names, parts_of
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import USUAL_EPS, Norm
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.batches import as_floats
+from moatlab.evaluation import red_flags
+from moatlab.evaluation.checks import as_tensor, channels_last_copy, check_input, check_model, check_norm, device_of
+from moatlab.evaluation.result import AUDIT, Evaluation, audited
+from moatlab.evaluation.state import Partial
 from moatlab.models import users_code
 from moatlab.models.weights import hash_of
-from moatlab.partial import Partial
 from moatlab.runtime import console
 from moatlab.runtime.device import DTYPES, Autocast, full_precision, left_as_found
 from moatlab.runtime.environment import keep_freed_memory
 from moatlab.runtime.errors import Interrupted, RunFailed, UserError
 from moatlab.runtime.randomness import key
 from moatlab.runtime.signals import Caught, signals_caught
-from moatlab.suitability import as_tensor, channels_last_copy, check_input, check_model, check_norm, device_of
 from moatlab.training.recipe import parse_eps
-from moatlab.verdicts import AUDIT, Evaluation, audited
 
 STANDING, CLEAN = 0, 1  # verdicts; from 2 on, the number of the member attack that broke the example, plus 2
 CHUNK_IMAGES, CHUNK_BYTES = 1000, 2**26
@@ -137,7 +137,7 @@ class _Job:
         )  # fmt: skip
         usual = max(min(CHUNK_IMAGES, CHUNK_BYTES // (4 * sample[0].numel())), 1)
         self.chunk_size = chunk_size or usual
-        self.sample = min(redflags.SAMPLE, usual, len(y))
+        self.sample = min(red_flags.SAMPLE, usual, len(y))
         self.chunks = [slice(begin, begin + self.chunk_size) for begin in range(0, len(y), self.chunk_size)]
         self.parts = {name: self.parts_of(name) for name in self.names}
         self.verdicts = {name: torch.zeros(len(y), dtype=torch.int8) for name in self.names}
@@ -244,7 +244,7 @@ class _Job:
         sample = slice(0, self.sample)
         draws = Draws(self.seed, self.examples[sample])
         self.measured["labels"] = self.y.bincount(minlength=self.classes).tolist()
-        self.measured |= redflags.measure(
+        self.measured |= red_flags.measure(
             self.attacked, self.images(sample), self.y[sample], eps=self.eps, norm=self.norm, draws=draws
         )
         return 0, None
@@ -321,7 +321,7 @@ class _Job:
             robust=robust,
             broken_by=broken_by,
             cost=self.cost,
-            flags=redflags.judge(self.measured, accuracy, broken_by, audited(broken_by)),
+            flags=red_flags.judge(self.measured, accuracy, broken_by, audited(broken_by)),
             measured=self.measured,
             settings=settings,
             adversarial=partial.found,
@@ -347,7 +347,7 @@ class _Progress:
 
     def looking_for_red_flags(self) -> None:
         self.title = "red flags"
-        self._expect(self._work(self.steps, 1.0) + self.job.sample * redflags.PASSES)
+        self._expect(self._work(self.steps, 1.0) + self.job.sample * red_flags.PASSES)
 
     def now(self, step: Step, standing: int) -> None:
         """What is ahead: this attack on those standing, later ones on as many as stood so far (if that is known; on all

@@ -13,17 +13,17 @@ import torch
 
 from moatlab.attacks.norms import USUAL_EPS, Norm
 from moatlab.data import Images
-from moatlab.evaluation import evaluate
-from moatlab.partial import discard, for_one_process, pieces
+from moatlab.evaluation.checks import device_of
+from moatlab.evaluation.evaluator import evaluate
+from moatlab.evaluation.result import AUDIT, NOT_FOUND, Evaluation, first_broken_by, merged, shares
+from moatlab.evaluation.state import discard, for_one_process, pieces
+from moatlab.evaluation.target import Subject
 from moatlab.runtime import console, distributed
 from moatlab.runtime.console import warn
 from moatlab.runtime.environment import describe_environment
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import atomic, read_json, remove_leftovers, with_checksum
-from moatlab.subject import Subject
-from moatlab.suitability import device_of
 from moatlab.training.recipe import parse_eps
-from moatlab.verdicts import AUDIT, NOT_FOUND, Evaluation, first_broken_by, merged, shares
 
 NOTES = {"aa-fast": "an upper bound on robustness, not AutoAttack: apgd-ce and apgd-t only"}
 

@@ -1,0 +1,1 @@
+"""Attacks over a data set, the card that records them, and its verification."""
