@@ -49,7 +49,7 @@ def alone(tmp_path, monkeypatch):
 def moat(request, alone, monkeypatch, capsys):
     """`moat("plan", "moat:2")` runs the command in this process and tells its exit code, stdout and stderr."""
     if request.module.__name__ != "test_report":
-        monkeypatch.setattr("moatlab.portrait.STEPS", 2)  # most of the time of a short run would be its portrait
+        monkeypatch.setattr("moatlab.report.portrait.STEPS", 2)  # most of the time of a short run would be its portrait
 
     def run(*arguments: object) -> Ended:
         modules = set(sys.modules)

@@ -19,9 +19,9 @@ from moatlab import make_recipe, train
 from moatlab.data import load_images
 from moatlab.evaluation.target import Subject, load_subject
 from moatlab.models.weights import fingerprint, read_weights
-from moatlab.portrait import RADII, draw_portrait
+from moatlab.report.charts import Series, line_chart, pareto, scatter, surface, tag, ticks
 from moatlab.report.page import find_runs, write_report
-from moatlab.report.svg import Series, line_chart, pareto, scatter, surface, tag, ticks
+from moatlab.report.portrait import RADII, draw_portrait
 from moatlab.runtime.files import read_json, write_json
 from moatlab.training.run_folder import RunFolder
 from models_for_tests import Linear

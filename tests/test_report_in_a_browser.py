@@ -9,9 +9,9 @@ import torch
 
 from moatlab import make_recipe
 from moatlab.methods.language import parse_method
-from moatlab.portrait import SIDE, as_png
-from moatlab.report.gather import RunView
 from moatlab.report.page import render
+from moatlab.report.portrait import SIDE, as_png
+from moatlab.report.views import RunView
 from moatlab.training.run_folder import RunRecord
 
 EVIL = "<script>alert(1)</script>"

@@ -17,9 +17,9 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from moatlab.report.gather import RunView, find_runs, gather
+from moatlab.report.charts import COLOURS, Band, Series, line_chart, pareto, scatter, surface
 from moatlab.report.plots import plot_portrait, plot_run
-from moatlab.report.svg import COLOURS, Band, Series, line_chart, pareto, scatter, surface
+from moatlab.report.views import RunView, find_runs, gather
 from moatlab.runtime import console
 from moatlab.runtime.errors import NotWritten, RunFailed, UserError
 from moatlab.runtime.files import atomic, make_folder, remove_leftovers

@@ -15,7 +15,7 @@ from moatlab.data import Images, load_images
 from moatlab.evaluation.target import load_subject
 from moatlab.models import users_code
 from moatlab.models.weights import read_weights
-from moatlab.portrait import draw_portrait
+from moatlab.report.portrait import draw_portrait
 from moatlab.runtime.errors import NotWritten, UserError
 from moatlab.runtime.files import read_json, remove_leftovers, write_json
 from moatlab.training.recipe import Recipe, load_recipe, parse_eps
