@@ -28,8 +28,8 @@ from moatlab.attacks import Probe
 from moatlab.attacks.auto_pgd import apgd
 from moatlab.attacks.probe import evaluating
 from moatlab.attacks.square_attack import square
-from moatlab.bench import peak_memory
 from moatlab.data.batches import Batches, as_floats
+from moatlab.reproduce.benchmark import peak_memory
 from moatlab.runtime.environment import keep_freed_memory
 from moatlab.training.recipe import make_recipe
 from moatlab.training.run_folder import RunFolder

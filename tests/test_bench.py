@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from moatlab import bench
 from moatlab.models.preact_resnet import PreActResNet18
+from moatlab.reproduce import benchmark
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_operations_are_counted_as_written_out_for_a_convolution():
 
     x, y = torch.rand(2, 3, 5, 5), torch.tensor([0, 1])
     forward = 2 * (64 * 64 + 32 * 32) * 9 * 25 / 1e9
-    counts = {name: bench.count_gigaflops(step) / 2 for name, step in bench.three_steps(Two(), x, y).items()}
+    counts = {name: benchmark.count_gigaflops(step) / 2 for name, step in benchmark.three_steps(Two(), x, y).items()}
     assert counts["inference"] == pytest.approx(forward)
     assert counts["attack_step"] == pytest.approx(2 * forward)
     assert counts["training_step"] == pytest.approx(2 * forward)  # the images themselves need no gradient

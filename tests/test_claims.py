@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moatlab.claims import Runs, check_claims, paper_rows
 from moatlab.evaluation.intervals import interval, over_seeds, paired_difference, wilson
-from moatlab.outcomes import as_runs, read_outcomes, unpack
-from moatlab.paper import COLUMNS, EXPERIMENTS, TABLE, experiment
+from moatlab.reproduce.claims import Runs, check_claims, paper_rows
+from moatlab.reproduce.outcomes import as_runs, read_outcomes, unpack
+from moatlab.reproduce.paper import COLUMNS, EXPERIMENTS, TABLE, experiment
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import read_json
 from moatlab.training.monitor import collapsed_at

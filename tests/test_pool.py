@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from images_for_tests import tiny_images
-from moatlab.pool import each
+from moatlab.reproduce.pool import each
 from moatlab.runtime.errors import RunFailed, UserError
 
 OPTIONS = ("--width", 8, "--epochs", 3, "--batch-size", 16, "--threads", 1)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from moatlab.data.cifar import to_records
-from moatlab.outcomes import WHOLE, pack, read_outcomes, steady_seconds, unpack
-from moatlab.paper import experiment
 from moatlab.publishing import split_methods
 from moatlab.report.plots import plot_result
-from moatlab.reproduce import _others, plan_sweep
-from moatlab.results import make_result
+from moatlab.reproduce.outcomes import WHOLE, pack, read_outcomes, steady_seconds, unpack
+from moatlab.reproduce.paper import experiment
+from moatlab.reproduce.results import make_result
+from moatlab.reproduce.sweep import _others, plan_sweep
+from moatlab.reproduce.tables import as_latex, as_markdown
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import read_json, write_json
-from moatlab.tables import as_latex, as_markdown
 
 # One epoch of 4 steps of a narrow model; one image for AutoAttack, whose 5,000 queries would take the longest.
 SMALL = ("--preset", "mini", "--epochs", 1, "--width", 8, "--batch-size", 1000, "--threads", 1, "--n", 6, "--n-aa", 1)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from moatlab.methods.language import parse_method
     from moatlab.methods.stages import add_stage, make_batch
     from moatlab.models import load
+    from moatlab.reproduce.comparison import compare
     from moatlab.runtime.errors import RunFailed, UserError
-    from moatlab.sweep import compare
     from moatlab.training.api import TrainedRun, train
     from moatlab.training.monitor import measure
     from moatlab.training.recipe import Recipe, make_recipe
@@ -50,7 +50,7 @@ _HOME = {
     "UserError": "runtime.errors",
     "add_stage": "methods.stages",
     "as_images": "data.arrays",
-    "compare": "sweep",
+    "compare": "reproduce.comparison",
     "evaluate": "evaluation.evaluator",
     "load": "models",
     "load_images": "data",

@@ -199,7 +199,7 @@ def demo_command(seed: int, out: Path | None, as_json: bool) -> None:
 def run_comparison(
     recipes: list[Recipe], out: Path, *, data_dir: Path | None, resume: bool, as_json: bool, on: str | None = None
 ) -> None:
-    from moatlab.sweep import compare
+    from moatlab.reproduce.comparison import compare
 
     result = compare(recipes, out, data_dir=data_dir, resume=resume, on=on)
     if as_json:

@@ -130,7 +130,7 @@ def bench_command(
     and a training step (forward, backward, SGD) on random images. Then, on mini, epochs of some methods against the sum
     of their passes: what data, draws, counting and saving cost.
     """
-    from moatlab.bench import bench
+    from moatlab.reproduce.benchmark import bench
     from moatlab.runtime.files import write_json
 
     for folder in (out, *out.parents):

@@ -20,7 +20,7 @@ from moatlab.options import (
     recipe_options,
     trust_option,
 )
-from moatlab.paper import EXPERIMENTS, experiment
+from moatlab.reproduce.paper import EXPERIMENTS, experiment
 from moatlab.runtime.errors import RunFailed
 
 
@@ -54,7 +54,7 @@ def reproduce_command(
     stage I trains on) and figure3a (the number of steps K) on CIFAR-10, and the same with b on CIFAR-100. Stopped, the
     same command goes on where it was; tables and figures of one preset share their runs.
     """
-    from moatlab.reproduce import describe_plan, plan_sweep, reproduce
+    from moatlab.reproduce.sweep import describe_plan, plan_sweep, reproduce
 
     sweep = plan_sweep(
         experiment(name), preset, seeds=seeds, methods=split_methods(methods), images=images, aa_images=aa_images,
@@ -89,7 +89,7 @@ def print_reproduction(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from moatlab.tables import MARKS, columns_of, conditions
+    from moatlab.reproduce.tables import MARKS, columns_of, conditions
 
     console = Console(highlight=False, emoji=False)
     names = columns_of(result)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from faults.commands import moat, run
 from moatlab.methods.language import STAGES
-from moatlab.paper import EXPERIMENTS
+from moatlab.reproduce.paper import EXPERIMENTS
 from moatlab.training.recipe import PRESETS, Recipe, option_name
 
 names = st.sampled_from([*STAGES, "moat", "imoat", "gradlign", "PGD", "", "π"])

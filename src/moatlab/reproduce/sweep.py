@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.data import KNOWN_SIZES
-from moatlab.paper import COLUMNS, EXPERIMENTS, Experiment, Part, Row
-from moatlab.pool import each
+from moatlab.reproduce.paper import COLUMNS, EXPERIMENTS, Experiment, Part, Row
+from moatlab.reproduce.pool import each
 from moatlab.runtime import console
 from moatlab.runtime.errors import NotWritten, RunFailed, UserError
 from moatlab.training.recipe import Recipe, load_recipe, make_recipe, slug
@@ -151,11 +151,11 @@ def reproduce(
     on: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train and evaluate what is missing, and return (and write) the result. Runs that failed are named in it."""
-    from moatlab.outcomes import read_outcomes
     from moatlab.report.page import publish
     from moatlab.report.plots import plot_result
-    from moatlab.results import make_result, write_result
-    from moatlab.tables import for_page
+    from moatlab.reproduce.outcomes import read_outcomes
+    from moatlab.reproduce.results import make_result, write_result
+    from moatlab.reproduce.tables import for_page
     from moatlab.training.run_folder import RunFolder
 
     for job in [*sweep.jobs, *_found(sweep, out)]:
@@ -209,7 +209,7 @@ def _carry_out(
 ) -> dict[str, Any]:  # fmt: skip
     """One run: trained, and evaluated."""
     from moatlab.models import users_code
-    from moatlab.outcomes import evaluate_run
+    from moatlab.reproduce.outcomes import evaluate_run
     from moatlab.training.trainer import train
 
     train(recipe, folder, data_dir=data_dir, resume=True)
@@ -286,7 +286,7 @@ def _found(sweep: Sweep, out: Path) -> list[Job]:
 
 def _kept(path: Path, outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs in the result that is about to be replaced which are not in the new one: they may be nowhere else."""
-    from moatlab.outcomes import read_outcomes
+    from moatlab.reproduce.outcomes import read_outcomes
 
     def asked(one: dict[str, Any]) -> tuple[Any, ...]:
         return one["recipe_sha256"], one["images"], one["aa_images"]
@@ -301,7 +301,7 @@ def _kept(path: Path, outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _known(sweep: Sweep, job: Job, out: Path, before: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The outcome of a run that was done before: in the sweep's folder, or in an earlier result."""
-    from moatlab.outcomes import known_outcome, matches
+    from moatlab.reproduce.outcomes import known_outcome, matches
 
     asked = (job.recipe, sweep.experiment.parts, sweep.images, sweep.aa_images)
     return known_outcome(out / job.name, *asked) or next((one for one in before if matches(one, *asked)), None)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from moatlab.evaluation.intervals import paired_difference
 from moatlab.methods.language import parse_method
-from moatlab.paper import COLUMNS, STAGE_ONE, Experiment, collapsed_in_paper
+from moatlab.reproduce.paper import COLUMNS, STAGE_ONE, Experiment, collapsed_in_paper
 
 Verdict = Literal["holds", "does not hold", "not decided"]
 STRONG = ("pgd50", "aa")  # what "robust accuracy" is judged by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moatlab.pool import each
+from moatlab.reproduce.pool import each
 from moatlab.runtime import console
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import write_json

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from moatlab.claims import Runs
 from moatlab.evaluation.card import evaluate_subject
 from moatlab.evaluation.target import Subject, load_subject
-from moatlab.paper import COLUMNS, WATCHED, Part
+from moatlab.reproduce.claims import Runs
+from moatlab.reproduce.paper import COLUMNS, WATCHED, Part
 from moatlab.runtime.device import left_as_found
 from moatlab.runtime.environment import commit
 from moatlab.runtime.errors import Damaged, UserError

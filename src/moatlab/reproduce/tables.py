@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from moatlab.paper import experiment
+from moatlab.reproduce.paper import experiment
 
 Result = dict[str, Any]
 COST = ("collapsed", "passes", "training", "time / fgsm")

@@ -11,14 +11,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from moatlab.claims import check_claims, paper_rows
 from moatlab.evaluation.intervals import interval
-from moatlab.outcomes import Outcome, as_runs, part_of
-from moatlab.paper import Experiment, Part, Row
+from moatlab.reproduce.claims import check_claims, paper_rows
+from moatlab.reproduce.outcomes import Outcome, as_runs, part_of
+from moatlab.reproduce.paper import Experiment, Part, Row
+from moatlab.reproduce.tables import as_latex, as_markdown
 from moatlab.runtime.environment import commit, describe_environment
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import atomic, make_folder, write_json
-from moatlab.tables import as_latex, as_markdown
 
 
 def make_result(
