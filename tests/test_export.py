@@ -12,8 +12,8 @@ from torch import nn
 from images_for_tests import tiny_images
 from moatlab.data.batches import as_floats
 from moatlab.evaluation.target import load_subject
-from moatlab.export import to_robustbench
 from moatlab.models import BUILT_IN, build_model, load
+from moatlab.sharing.export import to_robustbench
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run, moat, monkeypatch
     (run.parent / "README.md").write_text("mine")
     assert "did not write" in moat("export", run, "--format", "safetensors", "--out", ".").err
     assert moat("export", "nowhere", "--format", "onnx").code == 2
-    monkeypatch.setattr("moatlab.export.find_spec", lambda _: None)
+    monkeypatch.setattr("moatlab.sharing.export.find_spec", lambda _: None)
     ending = moat("export", run, "--format", "onnx")
     assert ending.code == 2
     assert 'pip install "moatlab[onnx]"' in ending.err

@@ -164,7 +164,7 @@ def export_command(
     moat export runs/moat-2_cifar10_s0 --format robustbench
     moat export runs/moat-2_mini_s0 --format onnx           for other runtimes
     """
-    from moatlab.export import export
+    from moatlab.sharing.export import export
 
     files = export(run, kind, out, which=which, trust_model_code=trust_model_code)
     if as_json:
