@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from images_for_tests import tiny_images
-from moatlab import cli
+from moatlab.cli import main
 
 # Tests run side by side, each worker on a core of its own (torch is not imported yet, and will use one thread): two
 # that share cores by threads would wait for each other.
@@ -60,7 +60,7 @@ def moat(request, alone, monkeypatch, capsys):
                 patched.setattr(sys, "path", [*sys.path])
                 importlib.invalidate_caches()
                 with pytest.raises(SystemExit) as ending:
-                    cli.main()
+                    main.main()
         finally:  # a model of this test must not be the next test's
             for name in set(sys.modules) - modules:
                 if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(alone):

@@ -14,7 +14,7 @@ from click.shell_completion import ShellComplete
 from PIL import Image
 
 import moatlab
-from moatlab.cli import cli
+from moatlab.cli.main import cli
 from moatlab.data import MINI_FOLDER
 from moatlab.methods.language import parse_method
 
@@ -109,7 +109,7 @@ def test_a_shell_can_complete_files():
 
 def test_the_command_answers_a_shell_that_asks():
     asked = {**os.environ, "_MOAT_COMPLETE": "bash_complete", "COMP_WORDS": "moat tr", "COMP_CWORD": "1"}
-    program = "import sys; sys.argv[0] = 'moat'; from moatlab.cli import main; main()"
+    program = "import sys; sys.argv[0] = 'moat'; from moatlab.cli.main import main; main()"
     answer = subprocess.run([sys.executable, "-c", program], env=asked, capture_output=True, text=True, check=True)
     assert answer.stdout == "plain,train\n"
 
@@ -218,7 +218,7 @@ def test_plan_in_words_has_the_cycle_the_setting_and_the_stages(moat):
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "imoat:2,5,8"], ["train", "--help"], ["data", "list"]])
 def test_a_command_that_trains_nothing_answers_without_importing_torch(alone, arguments):
     script = (
-        "import sys; from moatlab.cli import main\n"
+        "import sys; from moatlab.cli.main import main\n"
         "try: main()\n"
         "except SystemExit as ending: assert ending.code == 0\n"
         "print('torch' in sys.modules, file=sys.stderr)"

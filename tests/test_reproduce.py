@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
+from moatlab.cli.publishing import split_methods
 from moatlab.data.cifar import to_records
-from moatlab.publishing import split_methods
 from moatlab.report.plots import plot_result
 from moatlab.reproduce.outcomes import WHOLE, pack, read_outcomes, steady_seconds, unpack
 from moatlab.reproduce.paper import experiment

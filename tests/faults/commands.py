@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from moatlab import cli
+from moatlab.cli import main
 
 TIMES = ("train_seconds", "monitor_seconds", "seconds")
 
@@ -37,7 +37,7 @@ def moat(*arguments: object) -> Ended:
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
         try:
-            cli.main()
+            main.main()
         except SystemExit as ending:
             return Ended(ending.code, out.getvalue(), err.getvalue())
     raise AssertionError("the command did not end")

@@ -242,7 +242,7 @@ def test_a_file_in_the_current_folder_is_not_taken_for_a_library(canary):
         (canary.parent / f"{name}.py").write_text(f"open({str(canary)!r}, 'w')\n")
     description = {"model": "preact_resnet18", "arguments": {}, "classes": 10, "data": "mini"}
     save_model(canary.parent / "w.safetensors", torch.nn.Linear(1, 1), description)
-    for command in (["-m", "moatlab"], ["-P", "-c", "from moatlab.cli import main; main()"]):
+    for command in (["-m", "moatlab"], ["-P", "-c", "from moatlab.cli.main import main; main()"]):
         command = [sys.executable, *command, "eval", "w.safetensors"]
         ended = subprocess.run(command, cwd=canary.parent, capture_output=True, text=True, check=False)
         assert ended.returncode == 2, ended.stderr

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import click
 
-from moatlab.examining import bench_command, eval_command, verify_command
-from moatlab.options import (
+from moatlab.cli.measuring import bench_command, eval_command, verify_command
+from moatlab.cli.options import (
     FILE,
     Grouped,
     completing,
@@ -27,7 +27,7 @@ from moatlab.options import (
     recipe_options,
     running_options,
 )
-from moatlab.publishing import export_command, report_command, reproduce_command
+from moatlab.cli.publishing import export_command, report_command, reproduce_command
 from moatlab.runtime import console, distributed
 from moatlab.runtime.errors import Interrupted, RunFailed, UserError
 from moatlab.training.recipe import Recipe, default_name, make_recipe

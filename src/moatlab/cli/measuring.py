@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from moatlab.options import FILE, Grouped, data_dir_option, json_option, print_file, print_json, trust_option
+from moatlab.cli.options import FILE, Grouped, data_dir_option, json_option, print_file, print_json, trust_option
 from moatlab.runtime import distributed
 from moatlab.runtime.console import warn
 from moatlab.runtime.errors import RunFailed, UserError

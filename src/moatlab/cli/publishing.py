@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from moatlab.options import (
+from moatlab.cli.options import (
     FILE,
     Grouped,
     completing,
