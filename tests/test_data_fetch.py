@@ -14,7 +14,7 @@ from PIL import Image
 
 from moatlab.data import available, get_images_folder, load_images
 from moatlab.data.cifar import SPECS, read_arrays, to_records
-from moatlab.data.fetch import SourceError, convert_npm, download
+from moatlab.data.download import SourceError, convert_npm, download
 from moatlab.runtime.errors import UserError
 
 CONTENT = np.random.default_rng(0).bytes(1_000_000)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moatlab.data import cifar, fetch
+from moatlab.data import cifar, download
 from moatlab.data.cifar import SPECS
-from moatlab.data.fetch import cache_dir
+from moatlab.data.download import cache_dir
 from moatlab.runtime.console import warn
 from moatlab.runtime.errors import UserError, did_you_mean
 
@@ -97,13 +97,13 @@ def get_images_folder(name: str, data_dir: str | Path | None = None) -> Path:
     if name not in SPECS:
         hint = did_you_mean(name, SPECS)
         raise UserError(f"no data set, folder or .npz file called {name!r}; known are {', '.join(SPECS)}{hint}")
-    return MINI_FOLDER if name == "mini" else fetch.ensure(name, data_dir)
+    return MINI_FOLDER if name == "mini" else download.ensure(name, data_dir)
 
 
 def available(data_dir: str | Path | None = None) -> list[tuple[str, str, str | None]]:
     """Name, description and place of each known data set; the place of what must be fetched first is None."""
     rows: list[tuple[str, str, str | None]] = []
     for name, spec in SPECS.items():
-        found = "embedded" if name == "mini" else fetch.find(name, data_dir)
+        found = "embedded" if name == "mini" else download.find(name, data_dir)
         rows.append((name, spec.description, str(found) if found else None))
     return rows
