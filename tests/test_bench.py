@@ -10,9 +10,9 @@ from moatlab.reproduce import benchmark
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(bench, "STEPS", 1)
-    monkeypatch.setattr(bench, "ROUNDS", 1)
-    monkeypatch.setattr(bench, "SIZE", 256)
+    monkeypatch.setattr(benchmark, "STEPS", 1)
+    monkeypatch.setattr(benchmark, "ROUNDS", 1)
+    monkeypatch.setattr(benchmark, "SIZE", 256)
 
 
 def test_the_bench_measures_steps_epochs_and_memory_and_draws_a_chart(moat, alone):

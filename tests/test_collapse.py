@@ -31,7 +31,7 @@ def told(monkeypatch):
             return found
 
         watched += course
-        monkeypatch.setattr(training, "measure", measure)
+        monkeypatch.setattr(trainer, "measure", measure)
 
     return tell
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_that_could_not_be_written_does_not_change_what_a_rollback_
         def keep(*_arguments):
             raise NotWritten("the disk at / is full")
 
-        full.setattr(training, "keep_progress", keep)
+        full.setattr(trainer, "keep_progress", keep)
         told(*course[2:])
         with pytest.raises(RunFailed):
             train(small(on_collapse="rollback"), tmp_path / "run", resume=True)

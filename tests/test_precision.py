@@ -101,7 +101,7 @@ def test_a_first_step_that_overflows_in_fp16_leaves_weights_and_momentum_as_they
 
 
 def test_gradients_that_never_fit_into_fp16_end_the_run(tmp_path, short, monkeypatch):
-    monkeypatch.setattr(guards, "SMALLEST_SCALE", 2**20)
+    monkeypatch.setattr(nan_guard, "SMALLEST_SCALE", 2**20)
     with pytest.raises(RunFailed, match="bf16 or fp32"):
         train(short("fp16"), tmp_path / "run")
 
