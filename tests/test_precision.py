@@ -12,6 +12,7 @@ from moatlab.attacks.probe import Probe
 from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.runtime.device import Autocast, choose_precision
 from moatlab.runtime.errors import RunFailed, UserError
+from moatlab.training import nan_guard
 from moatlab.training.recipe import make_recipe
 from moatlab.training.setup import prepare
 from moatlab.training.trainer import train
