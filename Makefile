@@ -35,7 +35,7 @@ docs: setup
 
 # The report and the site in headless Chromium, which must be there (Debian: apt install chromium). `make test` does this where it is.
 test-browser: setup
-	MOAT_BROWSER=required $(BIN)/pytest tests/test_report_in_a_browser.py tests/test_site.py
+	MOAT_BROWSER=required $(BIN)/pytest tests/browser
 
 # Faults in great numbers, written to docs/results/reliability.json; about an hour on two cores.
 soak: setup

@@ -46,10 +46,15 @@ def alone(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def moat(request, alone, monkeypatch, capsys):
-    """`moat("plan", "moat:2")` runs the command in this process and tells its exit code, stdout and stderr."""
-    if request.module.__name__ != "test_report":
-        monkeypatch.setattr("moatlab.report.portrait.STEPS", 2)  # most of the time of a short run would be its portrait
+def portrait_steps():
+    """Of the attack on a portrait, which would take most of the time of a short run; tests/report has more."""
+    return 2
+
+
+@pytest.fixture
+def moat(portrait_steps, alone, monkeypatch, capsys):
+    """`moat("plan", "moat:2")` runs the command in this process and returns its exit code, stdout and stderr."""
+    monkeypatch.setattr("moatlab.report.portrait.STEPS", portrait_steps)
 
     def run(*arguments: object) -> Ended:
         modules = set(sys.modules)

@@ -141,3 +141,29 @@ class FailsInTheSecond(Counted):
 
 def fails_in_the_second(num_classes):
     return FailsInTheSecond(num_classes)
+
+
+def network(classes=5, side=8, seed=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, padding=1),
+        nn.SiLU(), nn.Flatten(), nn.Linear(8 * (side // 2) ** 2, classes),
+    ).eval()  # fmt: skip
+
+
+def images(count, model, side=8, seed=4):
+    """Images with the labels that the model gives them, but for one wrong one."""
+    torch.manual_seed(seed)
+    x = torch.rand(count, 3, side, side)
+    y = model(x.to(next(model.parameters()))).argmax(1)
+    y[0] = (y[0] + 1) % model(x[:1].to(next(model.parameters()))).shape[1]
+    return x, y
+
+
+class Returns(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)

@@ -21,7 +21,6 @@ from moatlab.evaluation.result import first_broken_by, shares
 from moatlab.evaluation.target import load_subject
 from moatlab.runtime.files import read_json
 from models_for_tests import FIXTURES
-from test_cli_bad_input import refuses  # noqa: F401 (a fixture)
 
 ROBUST = FIXTURES / "mini_moat2.safetensors"
 COLLAPSED = FIXTURES / "mini_fgsm.safetensors"
@@ -409,11 +408,11 @@ def test_the_audit_is_reported(moat, run_folder):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_wrong_option_is_refused(refuses, model_file, options, says):  # noqa: F811
+def test_a_wrong_option_is_refused(refuses, model_file, options, says):
     refuses("eval", model_file, *options, says=says)
 
 
-def test_nothing_to_evaluate_is_refused(refuses, alone):  # noqa: F811
+def test_nothing_to_evaluate_is_refused(refuses, alone):
     refuses("eval", says="name a run folder")
     refuses("eval", "nosuch", says="nosuch")
     refuses("eval", "nosuch.pt", says="nosuch.pt")
@@ -425,7 +424,7 @@ def test_nothing_to_evaluate_is_refused(refuses, alone):  # noqa: F811
     refuses("eval", "sweep/fgsm", "--which", "best", says="model_best.safetensors")
 
 
-def test_a_damaged_or_foreign_file_is_refused(refuses, alone, model_file):  # noqa: F811
+def test_a_damaged_or_foreign_file_is_refused(refuses, alone, model_file):
     whole = model_file.read_bytes()
     for name, content in [("cut.safetensors", whole[:9000]), ("none.safetensors", b""), ("x.safetensors", b"{}" * 50)]:
         (alone / name).write_bytes(content)
@@ -447,7 +446,7 @@ class Bomb:
         return (open, ("exploded", "w"))
 
 
-def test_a_file_that_holds_code_is_refused_unread(refuses, alone):  # noqa: F811
+def test_a_file_that_holds_code_is_refused_unread(refuses, alone):
     torch.save({"state_dict": {"a": torch.zeros(1)}, "args": Bomb()}, alone / "bomb.pt")
     with (alone / "bare.pt").open("wb") as file:
         pickle.dump(Bomb(), file)
@@ -456,7 +455,7 @@ def test_a_file_that_holds_code_is_refused_unread(refuses, alone):  # noqa: F811
     assert not (alone / "exploded").exists()
 
 
-def test_weights_of_another_architecture_are_refused_with_the_first_mismatch(refuses, model_file):  # noqa: F811
+def test_weights_of_another_architecture_are_refused_with_the_first_mismatch(refuses, model_file):
     tensors, _ = moatlab.models.read_weights(model_file)
     options = ("--model", "preact_resnet18", "--data", "mini")
     wrong = dict(tensors)
@@ -469,7 +468,7 @@ def test_weights_of_another_architecture_are_refused_with_the_first_mismatch(ref
     refuses("eval", "more.safetensors", *options, says="'more'")
 
 
-def test_models_that_cannot_be_attacked_are_refused(refuses, alone):  # noqa: F811
+def test_models_that_cannot_be_attacked_are_refused(refuses, alone):
     (alone / "mine.py").write_text(
         textwrap.dedent("""
         import torch
@@ -495,7 +494,7 @@ def test_models_that_cannot_be_attacked_are_refused(refuses, alone):  # noqa: F8
         refuses("eval", "--model", f"mine:{name}", "--data", "mini", "--attacks", "aa", says=says)
 
 
-def test_a_data_set_of_two_classes_says_which_attacks_work(refuses, alone, tiny):  # noqa: F811
+def test_a_data_set_of_two_classes_says_which_attacks_work(refuses, alone, tiny):
     (alone / "two.py").write_text(
         "from torch import nn\ndef make(n): return nn.Sequential(nn.Flatten(), nn.Linear(192, n))"
     )
@@ -542,7 +541,7 @@ def test_only_thorough_attacks_say_how_robust_a_model_is(moat, run_folder):
     assert "robust accuracy" in moat("eval", run_folder.name, "--n", 10, "--attacks", "apgd-ce").out
 
 
-def test_a_run_whose_images_are_not_here_says_which_they_are(moat, refuses, alone, tiny, monkeypatch):  # noqa: F811
+def test_a_run_whose_images_are_not_here_says_which_they_are(moat, refuses, alone, tiny, monkeypatch):
     shutil.copytree(tiny, alone / "photos")
     options = ("--data", "photos", "--width", 8, "--batch-size", 16, "--epochs", 1, "--out", "run", "--max-steps", 1)
     assert moat("train", "fgsm", *options).code == 0
@@ -552,12 +551,12 @@ def test_a_run_whose_images_are_not_here_says_which_they_are(moat, refuses, alon
     assert moat("eval", "../run", "--attacks", "fgsm", "--data", "../photos").code == 0
 
 
-def test_a_folder_of_images_is_no_run(refuses, alone, tiny):  # noqa: F811
+def test_a_folder_of_images_is_no_run(refuses, alone, tiny):
     shutil.copytree(tiny, alone / "photos")
     refuses("eval", "photos", says="name the folder of a run")
 
 
-def test_cards_that_cannot_be_verified_are_refused(refuses, moat, run_folder, alone):  # noqa: F811
+def test_cards_that_cannot_be_verified_are_refused(refuses, moat, run_folder, alone):
     refuses("verify", "nosuch.json", says="nosuch.json")
     (alone / "junk.json").write_text("{")
     refuses("verify", "junk.json", says="junk.json")

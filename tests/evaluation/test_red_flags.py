@@ -8,8 +8,7 @@ from torch import nn
 import moatlab
 from moatlab import evaluate
 from moatlab.evaluation.red_flags import MEANING, judge
-from models_for_tests import FIXTURES
-from test_evaluation import Returns, images, network
+from models_for_tests import FIXTURES, Returns, images, network
 
 
 def names(result):

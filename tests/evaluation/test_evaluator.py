@@ -17,26 +17,9 @@ from moatlab.attacks.draws import BLOCK, start_in_ball, start_on_sphere
 from moatlab.attacks.ensemble import NAMES
 from moatlab.attacks.losses import dlr, is_wrong, margin, targeted_dlr
 from moatlab.attacks.norms import distance
-from models_for_tests import CALLS, counted, small_network
+from models_for_tests import CALLS, Returns, counted, images, network, small_network
 
 EPS = 0.06
-
-
-def network(classes=5, side=8, seed=3):
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, padding=1),
-        nn.SiLU(), nn.Flatten(), nn.Linear(8 * (side // 2) ** 2, classes),
-    ).eval()  # fmt: skip
-
-
-def images(count, model, side=8, seed=4):
-    """Images with the labels that the model gives them, but for one wrong one."""
-    torch.manual_seed(seed)
-    x = torch.rand(count, 3, side, side)
-    y = model(x.to(next(model.parameters()))).argmax(1)
-    y[0] = (y[0] + 1) % model(x[:1].to(next(model.parameters()))).shape[1]
-    return x, y
 
 
 def snapshot(model):
@@ -545,15 +528,6 @@ def refuse(says, model=None, x=None, y=None, **options):
     default_x, default_y = images(4, network())
     with pytest.raises(UserError, match=says):
         evaluate(model, default_x if x is None else x, default_y if y is None else y, **options)
-
-
-class Returns(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from images_for_tests import tiny_images
 from moatlab.models.weights import read_weights
 from moatlab.training.run_folder import RunFolder
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 def torchrun(here, *arguments, options=()):

@@ -16,7 +16,7 @@ from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import read_json
 from moatlab.training.monitor import collapsed_at
 
-KEPT = Path(__file__).parents[1] / "docs" / "results"
+KEPT = Path(__file__).parents[2] / "docs" / "results"
 TABLES = ["table1a", "table1b", "table2a", "table2b"]
 
 
