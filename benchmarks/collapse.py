@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import moatlab
 from moatlab.runtime.environment import describe_environment
-from moatlab.training.monitor import collapsed_at
+from moatlab.training.collapse import collapsed_at
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "collapse.json"
 EPS, EPOCHS, BATCH, PEAK, TRAINED, WATCHED = 16 / 255, 21, 128, 0.2, 5000, 500

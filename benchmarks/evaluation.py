@@ -28,7 +28,7 @@ from sides import ask, has_cifar10, installed, record, recorded, start, tell
 from torch import Tensor, nn
 
 import moatlab
-from moatlab.data.batches import as_floats
+from moatlab.data.images import as_floats
 from moatlab.models.weights import read_weights
 from moatlab.runtime.environment import keep_freed_memory
 
@@ -59,7 +59,7 @@ def side(name: str, keep: bool, problem: Callable[..., Any], arguments: tuple[An
     while pipe.recv():
         if name in OURS.values():
             result = moatlab.evaluate(model, x, y, attacks=[name], eps=eps)
-            seconds = result.cost["clean"]["seconds"] + result.cost[name]["seconds"]
+            seconds = result.cost["clean"].seconds + result.cost[name].seconds
             stands = result.robust[name]
         else:
             begun = time.perf_counter()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.methods.language import parse_method
-from moatlab.training.monitor import collapsed_at, judge
+from moatlab.training.collapse import collapsed_at, judge
 from moatlab.training.recipe import make_recipe, slug
 from moatlab.training.run_folder import RunFolder
 
@@ -45,9 +45,11 @@ def one(job: tuple[Path, str, int, str]) -> dict[str, Any]:
     folder, method, seed, answer = job
     out = RunFolder(folder / f"{slug(method)}_s{seed}{'' if answer == 'warn' else '_' + answer}")
     if not (out.record.exists() and json.loads(out.record.read_text())["status"] == "finished"):
-        from moatlab.training.trainer import train
+        from moatlab.runtime.device import Machine
+        from moatlab.training.api import train_recipe
 
-        train(make_recipe(method, seed=seed, threads=1, on_collapse=answer), out.path, resume=True)
+        recipe = make_recipe(method, seed=seed, on_collapse=answer)
+        train_recipe(recipe, out.path, machine=Machine(threads=1), resume=True)
     lines = [json.loads(line) for line in out.metrics.read_text().splitlines()]
     record = json.loads(out.record.read_text())
     row = {"method": method, "seed": seed, "final": record["final"], "passes": record["counted"]["passes"]}

@@ -89,7 +89,7 @@ def run(cell: Cell) -> None:
     torch.set_num_threads(1)
     import moatlab
     from moatlab.attacks.norms import distance
-    from moatlab.data.batches import as_floats
+    from moatlab.data.images import as_floats
 
     data = moatlab.load_images("mini")
     x, y = as_floats(data.test_x[: cell.images]).contiguous(), data.test_y[: cell.images]

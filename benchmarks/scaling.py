@@ -8,7 +8,6 @@ images that stand to the end, so that nobody leaves. Lines are fitted by least s
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import tempfile
 import time
@@ -28,13 +27,14 @@ from moatlab.attacks import Probe
 from moatlab.attacks.auto_pgd import apgd
 from moatlab.attacks.probe import evaluating
 from moatlab.attacks.square_attack import square
-from moatlab.data.batches import Batches, as_floats
+from moatlab.data.batches import Batches
+from moatlab.data.images import as_floats
 from moatlab.reproduce.benchmark import peak_memory
 from moatlab.runtime.environment import keep_freed_memory
 from moatlab.training.recipe import make_recipe
 from moatlab.training.run_folder import RunFolder
-from moatlab.training.setup import prepare
-from moatlab.training.trainer import Run
+from moatlab.training.setup import Session
+from moatlab.training.trainer import Trainer
 
 KS = range(1, 9)
 CPU = torch.device("cpu")
@@ -52,13 +52,13 @@ def epochs_against_k(repeats: int = 15) -> dict[str, Any]:
     """Steps of pgd:1 ... pgd:8 in turns, and the attack step that the slope should be."""
     keep_freed_memory()
     recipe = make_recipe(" | ".join(f"pgd:{k}" for k in KS), epochs=len(KS))
-    session = prepare(recipe, None, continuing=False)
+    session = Session(recipe, CPU, moatlab.load_images(recipe.data))
     x, y = session.batches.at(0)
     seconds: dict[int, list[float]] = {k: [] for k in KS}
     attack: list[float] = []
     memory = {}
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(session, RunFolder(Path(folder)))
+        run = Trainer(session, RunFolder(Path(folder)))
         for k in KS:  # memory first: what was at most in use can only grow
             timed_step(run, k, 0)
             memory[k] = peak_memory(CPU)
@@ -82,7 +82,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def timed_step(run: Run, k: int, number: int) -> float:
+def timed_step(run: Trainer, k: int, number: int) -> float:
     run.progress.step = (k - 1) * run.session.steps_per_epoch + number
     with run.meter.counting(run.session.model):
         return timed(run.step)
@@ -91,14 +91,15 @@ def timed_step(run: Run, k: int, number: int) -> float:
 def memory_side(name: str, pipe: Connection) -> None:
     """Its name is a number of images: random bytes, of which a few steps are taken."""
     keep_freed_memory()
-    session = prepare(make_recipe("pgd:2"), None, continuing=False)
+    session = Session(make_recipe("pgd:2"), CPU, moatlab.load_images("mini"))
     pipe.recv()
     before = peak_memory(CPU)
     images = torch.randint(256, (int(name), 32, 32, 3), dtype=torch.uint8)
     labels = torch.randint(10, (int(name),))
     batches = Batches(images, labels, session.recipe.batch_size, True, 0)
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(dataclasses.replace(session, batches=batches), RunFolder(Path(folder)))
+        session.batches = batches
+        run = Trainer(session, RunFolder(Path(folder)))
         for step in range(4):
             timed_step(run, 1, step)
     pipe.send({"data_gib": images.numel() / 2**30, "before_gib": before, "peak_gib": peak_memory(CPU)})

@@ -35,12 +35,13 @@ from torch import Tensor, nn
 import moatlab
 from moatlab.methods.language import Stage
 from moatlab.models.convolution import Conv2d
+from moatlab.runtime import distributed
 from moatlab.runtime.environment import keep_freed_memory
 from moatlab.training.recipe import Recipe, make_recipe
 from moatlab.training.run_folder import RunFolder
 from moatlab.training.schedules import SCHEDULES
-from moatlab.training.setup import Session, prepare
-from moatlab.training.trainer import Run
+from moatlab.training.setup import Session
+from moatlab.training.trainer import Trainer
 
 # The stages that one step is taken of. K = 5 is the mean of 2, 5 and 8, and the cost is linear in K.
 METHODS = {"fgsm": ["fgsm"], "pgd:7": ["pgd:7"], "imoat:2,5,8": ["mixup", "fast", "pgd:5"], "fast": ["fast"]}
@@ -58,16 +59,16 @@ BOUNDS = {
 
 def side(name: str, recipe: Recipe, keep: bool, pipe: Connection) -> None:
     """One side's process: numbers of steps are answered with seconds and the mean loss, "test" with accuracies."""
-    torch.set_num_threads(recipe.threads)
+    torch.set_num_threads(distributed.threads())
     if keep or name == "ours":
         keep_freed_memory()
-    session = prepare(recipe, None, continuing=False)
+    session = Session(recipe, torch.device("cpu"), moatlab.load_images(recipe.data))
     with tempfile.TemporaryDirectory() as folder:
         take = our_steps(session, Path(folder)) if name == "ours" else PLAIN[name](session)
         while (request := pipe.recv()) is not None:
             if request == "test":
                 images = session.images
-                pipe.send(moatlab.measure(session.model, images.test_x, images.test_y, eps=recipe.eps_value, seed=0))
+                pipe.send(moatlab.measure(session.model, images.test_x, images.test_y, eps=recipe.threat.eps, seed=0))
                 continue
             begun = time.perf_counter()
             loss = take(request)
@@ -78,7 +79,7 @@ Steps = Callable[[list[int]], float]
 
 
 def our_steps(session: Session, folder: Path) -> Steps:
-    run = Run(session, RunFolder(folder))
+    run = Trainer(session, RunFolder(folder))
 
     def take(steps: list[int]) -> float:
         run.loss_sum.zero_()
@@ -103,9 +104,9 @@ def plain_steps(session: Session, *, by_torchattacks: bool = False) -> Steps:
             if stage.name == "mixup":
                 x, target = mix(x, y, len(session.images.classes))
             elif by_torchattacks:
-                x = torchattacks_examples(model, x, y, stage, recipe.eps_value)
+                x = torchattacks_examples(model, x, y, stage, recipe.threat.eps)
             else:
-                x = public_examples(model, x, y, stage, recipe.eps_value)
+                x = public_examples(model, x, y, stage, recipe.threat.eps)
             sgd.param_groups[0]["lr"] = SCHEDULES[recipe.schedule](
                 step, epochs=recipe.epochs, steps_per_epoch=session.steps_per_epoch, peak=recipe.lr
             )
@@ -181,7 +182,7 @@ def art_steps(session: Session) -> Steps:
         clip_values=(0.0, 1.0), preprocessing=None, device_type="cpu",
     )  # fmt: skip
     classifier.loss_gradient = functools.partial(classifier.loss_gradient, training_mode=True)
-    trainer = AdversarialTrainerFBFPyTorch(classifier, eps=session.recipe.eps_value)
+    trainer = AdversarialTrainerFBFPyTorch(classifier, eps=session.recipe.threat.eps)
 
     def take(steps: list[int]) -> float:
         batches = [session.batches.at(step) for step in steps]

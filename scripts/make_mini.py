@@ -12,8 +12,8 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from moatlab.data import KNOWN_SIZES, MINI_FOLDER, load_images
 from moatlab.data.cifar import Labels, Pixels, to_records
+from moatlab.data.loading import KNOWN_SIZES, MINI_FOLDER, load_images
 
 
 def shrink(x: Pixels) -> Pixels:

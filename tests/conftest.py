@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from images_for_tests import tiny_images
 from moatlab.cli import main
+from moatlab.runtime.console import verbosity
 
 # Tests run side by side, each worker on a core of its own (torch is not imported yet, and will use one thread): two
 # that share cores by threads would wait for each other.
@@ -46,6 +47,13 @@ def alone(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def aloud():
+    """The library prints its notes and warnings, as it does where a person watches."""
+    with verbosity(True):
+        yield
+
+
+@pytest.fixture
 def portrait_steps():
     """Of the attack on a portrait, which would take most of the time of a short run; tests/report has more."""
     return 2
@@ -65,7 +73,7 @@ def moat(portrait_steps, alone, monkeypatch, capsys):
                 patched.setattr(sys, "path", [*sys.path])
                 importlib.invalidate_caches()
                 with pytest.raises(SystemExit) as ending:
-                    main.main()
+                    main.run()
         finally:  # a model of this test must not be the next test's
             for name in set(sys.modules) - modules:
                 if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(alone):

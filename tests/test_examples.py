@@ -1,5 +1,6 @@
 """Each example runs as its first lines say, on fewer images."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,12 @@ def test_a_batch_stage_drops_into_a_loop(name, alone):
         [sys.executable, str(EXAMPLES / f"{name}.py"), *FEW], cwd=alone, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    assert "'pgd50'" in result.stdout.splitlines()[-1]
+    accuracy = ast.literal_eval(result.stdout.splitlines()[-1])
+    assert set(accuracy) == {"clean", "fgsm", "pgd50"}
+    assert 0 <= accuracy["pgd50"] <= accuracy["clean"] <= 1
+    if name == "plain_loop":  # the others leave the printing to their frameworks
+        stages = [line.split()[2] for line in result.stdout.splitlines() if line.startswith("epoch ")]
+        assert stages == ["mixup", "fast", "pgd:2"]
 
 
 def test_a_stage_of_the_users_own_trains_at_its_declared_cost(alone):

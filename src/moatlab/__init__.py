@@ -1,4 +1,4 @@
-"""Robust image classifiers at single-step cost: MOAT, IMOAT and the baselines of their paper.
+"""Adversarial training for PyTorch image classifiers at the cost of single-step training: MOAT, IMOAT, baselines.
 
     import moatlab
     run = moatlab.train(my_model, "my_images", method="moat:2")
@@ -7,59 +7,44 @@
 Names are loaded when they are first used, so that importing the package costs nothing.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from moatlab.runtime.lazy import lazily
+
 if TYPE_CHECKING:
-    from moatlab.data import load_images
     from moatlab.data.arrays import as_images
+    from moatlab.data.loading import load_images
     from moatlab.evaluation.evaluator import evaluate
+    from moatlab.methods.batches import add_stage, make_batch
     from moatlab.methods.language import parse_method
-    from moatlab.methods.stages import add_stage, make_batch
-    from moatlab.models import load
+    from moatlab.models.registry import load
+    from moatlab.report.page import write_report
     from moatlab.reproduce.comparison import compare
     from moatlab.runtime.errors import RunFailed, UserError
     from moatlab.training.api import TrainedRun, train
     from moatlab.training.monitor import measure
     from moatlab.training.recipe import Recipe, make_recipe
 
-__all__ = [
-    "Recipe",
-    "RunFailed",
-    "TrainedRun",
-    "UserError",
-    "add_stage",
-    "as_images",
-    "compare",
-    "evaluate",
-    "load",
-    "load_images",
-    "make_batch",
-    "make_recipe",
-    "measure",
-    "parse_method",
-    "train",
-]
+__all__ = ["Recipe", "RunFailed", "TrainedRun", "UserError", "add_stage", "as_images", "compare", "evaluate", "load"]
+__all__ += ["load_images", "make_batch", "make_recipe", "measure", "parse_method", "train", "write_report"]
 
-_HOME = {
-    "Recipe": "training.recipe",
-    "RunFailed": "runtime.errors",
-    "TrainedRun": "training.api",
-    "UserError": "runtime.errors",
-    "add_stage": "methods.stages",
-    "as_images": "data.arrays",
-    "compare": "reproduce.comparison",
-    "evaluate": "evaluation.evaluator",
-    "load": "models",
-    "load_images": "data",
-    "make_batch": "methods.stages",
-    "make_recipe": "training.recipe",
-    "measure": "training.monitor",
-    "parse_method": "methods.language",
-    "train": "training.api",
-}
+_public = lazily(
+    __name__,
+    {
+        "data.arrays": "as_images",
+        "data.loading": "load_images",
+        "evaluation.evaluator": "evaluate",
+        "methods.batches": "add_stage make_batch",
+        "methods.language": "parse_method",
+        "models.registry": "load",
+        "report.page": "write_report",
+        "reproduce.comparison": "compare",
+        "runtime.errors": "RunFailed UserError",
+        "training.api": "TrainedRun train",
+        "training.monitor": "measure",
+        "training.recipe": "Recipe make_recipe",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -67,9 +52,7 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("moatlab")
-    if name not in _HOME:
-        raise AttributeError(f"module 'moatlab' has no attribute '{name}'")
-    return getattr(import_module(f"moatlab.{_HOME[name]}"), name)
+    return _public(name)
 
 
 def __dir__() -> list[str]:

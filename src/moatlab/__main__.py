@@ -5,6 +5,6 @@ from pathlib import Path
 if sys.path[0] in ("", str(Path.cwd())):
     del sys.path[0]
 
-from moatlab.cli.main import main
+from moatlab.cli.main import run
 
-main()
+run()

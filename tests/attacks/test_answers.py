@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moatlab.attacks import Draws, apgd, autoattack, cw, fab, fgsm, mim, pgd, square, strong_pgd
-from moatlab.attacks.draws import start_in_ball
 from moatlab.attacks.fast_boundary import onto_hyperplane
-from moatlab.attacks.norms import distance
+from moatlab.attacks.norms import Threat, distance
 from models_for_tests import Linear
 
 DUAL = {"linf": 1, "l2": 2}
@@ -21,7 +20,7 @@ seeds = st.integers(0, 2**20)
 
 
 def random_start(x, eps, norm):
-    return start_in_ball(x, eps, norm, Draws.numbered(1, len(x)), "test")
+    return Draws.numbered(1, len(x)).in_ball(x, Threat.of(eps, norm), "test")
 
 
 def targeted(attack, **options):

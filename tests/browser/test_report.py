@@ -10,14 +10,13 @@ import torch
 from moatlab import make_recipe
 from moatlab.methods.language import parse_method
 from moatlab.report.page import render
-from moatlab.report.portrait import SIDE, as_png
+from moatlab.report.portrait import SIDE, Curve, Example, Portrait, Surface, as_png
 from moatlab.report.views import RunView
 from moatlab.training.run_folder import RunRecord
 
 EVIL = "<script>alert(1)</script>"
 EPOCHS = 200
-METHODS = ("fgsm", "fast", "gradalign:0.2", "kim", "pgd:2", "pgd:7", "moat:2", "imoat:1,2,3", "moat:5", "imoat:2,5,8",
-           "nfgsm", "mixup | nfgsm | pgd:2")  # fmt: skip
+METHODS = "fgsm fast gradalign:0.2 kim pgd:2 pgd:7 moat:2 imoat:1,2,3 moat:5 imoat:2,5,8 nfgsm mixup|nfgsm|pgd:2"
 
 
 def a_run(number, method, epochs=EPOCHS):
@@ -27,29 +26,34 @@ def a_run(number, method, epochs=EPOCHS):
     collapsed_at = half if number % 4 == 0 else None
     metrics = [
         {
-            "epoch": epoch + 1, "stage": str(parsed.stage_at(epoch, epochs)), "clean": 0.4 + 0.1 * epoch / epochs,
-            "fgsm": 0.2 + 0.02 * number / 12, "comparable": parsed.ends_cycle(epoch),
+            "epoch": epoch + 1,
+            "stage": str(parsed.stage_at(epoch, epochs)),
+            "clean": 0.4 + 0.1 * epoch / epochs,
+            "fgsm": 0.2 + 0.02 * number / 12,
+            "comparable": parsed.ends_cycle(epoch),
             "pgd7": 0.0 if collapsed_at and epoch + 1 >= half else 0.15 + 0.03 * math.sin(epoch / 9 + number),
         }
         for epoch in range(epochs)
-    ]  # fmt: skip
+    ]
     torch.manual_seed(number)
     pictures = {name: as_png(torch.rand(3, 32, 32)) for name in ("image", "adversarial", "change")}
-    words = {"class": "cat", "predicted": "cat", "attacked": EVIL, "magnified": 8.0}
+    example = Example(label="cat", predicted="cat", attacked=EVIL, magnified=8.0, **pictures)
     ticks = [2 * i / (SIDE - 1) - 1 for i in range(SIDE)]
-    portrait = {
-        "model": "0", "eps": "16/255", "norm": "linf", "steps": 10,
-        "curve": {"eps": [i / 8 * 16 / 255 for i in range(9)], "accuracy": [0.5 - 0.05 * i for i in range(9)],
-                  "images": 200},
-        "examples": [{**pictures, **words} for _ in range(8)],
-        "surface": {"image": 0, "class": "cat", "loss": [[1 + a + 0.3 * math.sin(4 * b) for b in ticks] for a in ticks],
-                    "wrong": [[int(a > 0.5) for _ in ticks] for a in ticks]},
-    }  # fmt: skip
+    loss = [[1 + a + 0.3 * math.sin(4 * b) for b in ticks] for a in ticks]
+    wrong = [[int(a > 0.5) for _ in ticks] for a in ticks]
+    portrait = Portrait(
+        weights="0",
+        eps="16/255",
+        norm="linf",
+        steps=10,
+        curve=Curve(eps=[i / 8 * 16 / 255 for i in range(9)], accuracy=[0.5 - 0.05 * i for i in range(9)], images=200),
+        examples=[example] * 8,
+        surface=Surface(image=0, label="cat", loss=loss, wrong=wrong),
+    )
     passes = parsed.cost(epochs).as_dict()
-    record = RunRecord(
-        "finished", "0", method, str(parsed), epochs, 39, recipe.setting, passes, passes, {}, {}, train_seconds=120.0,
-        collapsed_at=collapsed_at, final={"clean": 0.45, "fgsm": 0.2, "pgd7": 0.01 * number, "images": 1000},
-    )  # fmt: skip
+    final = {"clean": 0.45, "fgsm": 0.2, "pgd7": 0.01 * number, "images": 1000}
+    known = ("finished", "0", method, str(parsed), epochs, 39, recipe.setting, passes, passes, {}, {})
+    record = RunRecord(*known, train_seconds=120.0, collapsed_at=collapsed_at, final=final)
     return RunView(Path(f"run{number}"), recipe, record, metrics, portrait=portrait, label=method)
 
 
@@ -80,7 +84,7 @@ def look_at(browser, tmp_path):
 
 @pytest.fixture(scope="module")
 def many():
-    return [a_run(number, method) for number, method in enumerate(METHODS)]
+    return [a_run(number, method) for number, method in enumerate(METHODS.split())]
 
 
 @pytest.mark.parametrize("width", [1280, 390])

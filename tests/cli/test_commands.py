@@ -15,8 +15,11 @@ from PIL import Image
 
 import moatlab
 from moatlab.cli.main import cli
-from moatlab.data import MINI_FOLDER
+from moatlab.cli.train import compare_command, plan_command, train_command
+from moatlab.data.loading import MINI_FOLDER
 from moatlab.methods.language import parse_method
+from moatlab.runtime import distributed
+from moatlab.training.recipe import Recipe
 
 METRICS = {
     "schema", "epoch", "stage", "k", "lr", "loss", "clean", "fgsm", "pgd7", "alignment", "monitor", "comparable",
@@ -109,7 +112,7 @@ def test_a_shell_can_complete_files():
 
 def test_the_command_answers_a_shell_that_asks():
     asked = {**os.environ, "_MOAT_COMPLETE": "bash_complete", "COMP_WORDS": "moat tr", "COMP_CWORD": "1"}
-    program = "import sys; sys.argv[0] = 'moat'; from moatlab.cli.main import main; main()"
+    program = "import sys; sys.argv[0] = 'moat'; from moatlab.cli.main import run; run()"
     answer = subprocess.run([sys.executable, "-c", program], env=asked, capture_output=True, text=True, check=True)
     assert answer.stdout == "plain,train\n"
 
@@ -218,8 +221,8 @@ def test_plan_in_words_has_the_cycle_the_setting_and_the_stages(moat):
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "imoat:2,5,8"], ["train", "--help"], ["data", "list"]])
 def test_a_command_that_trains_nothing_answers_without_importing_torch(alone, arguments):
     script = (
-        "import sys; from moatlab.cli.main import main\n"
-        "try: main()\n"
+        "import sys; from moatlab.cli.main import run\n"
+        "try: run()\n"
         "except SystemExit as ending: assert ending.code == 0\n"
         "print('torch' in sys.modules, file=sys.stderr)"
     )
@@ -537,10 +540,16 @@ def test_bash_completes_a_method_beyond_its_colon(moat):
 
 def test_threads_are_those_that_the_environment_names(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cores = moatlab.make_recipe("fgsm").threads
-    for told, expected in (("3", 3), ("0", cores), ("many", cores)):
-        monkeypatch.setenv("OMP_NUM_THREADS", told)
-        assert moatlab.make_recipe("fgsm").threads == expected
+    cores = distributed.threads()
+    for named, expected in (("3", 3), ("0", cores), ("many", cores)):
+        monkeypatch.setenv("OMP_NUM_THREADS", named)
+        assert distributed.threads() == expected
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("moatlab.runtime.distributed.launched", lambda: 2)  # by torchrun, which sets it by itself
-    assert moatlab.make_recipe("fgsm").threads == cores
+    assert distributed.threads() == cores
+
+
+@pytest.mark.parametrize("command", [train_command, plan_command, compare_command])
+def test_an_option_that_is_not_given_leaves_the_preset_as_it_is(command):
+    given = command.make_context("moat", ["moat:2"]).params
+    assert {given[name] for name in Recipe.model_fields if name != "method"} == {None}

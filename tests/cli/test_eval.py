@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 import moatlab
-from moatlab.evaluation.card import evaluate_subject, write_card
+from moatlab.evaluation.card import evaluate_target
 from moatlab.evaluation.result import first_broken_by, shares
-from moatlab.evaluation.target import load_subject
-from moatlab.runtime.files import read_json
+from moatlab.evaluation.target import load_target
+from moatlab.runtime.files import read_json, write_json
 from models_for_tests import FIXTURES
 
 ROBUST = FIXTURES / "mini_moat2.safetensors"
@@ -45,8 +45,8 @@ def run_folder(alone):
 def evaluated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluated")
     shutil.copy(COLLAPSED, folder / "model.safetensors")
-    evaluate_subject(
-        load_subject(folder), attacks=["fgsm", "pgd50", "apgd-ce"], count=40, audit=True, save_adversarial=True
+    evaluate_target(
+        load_target(folder), attacks=["fgsm", "pgd50", "apgd-ce"], count=40, audit=True, save_adversarial=True
     )
     return folder
 
@@ -113,7 +113,7 @@ def test_saved_examples_are_verified_and_a_forged_one_is_caught(moat, run_folder
     card = run_folder / "eval.json"
     code, out, err = moat("verify", card)
     assert code == 0, err
-    assert "examples hold" in out
+    assert "examples verified" in out
     saved = dict(np.load(run_folder / "eval_adversarial.npz"))
     assert saved["aa_x"].dtype == np.float32
     for change, says in [
@@ -135,8 +135,8 @@ def test_saved_examples_are_verified_and_a_forged_one_is_caught(moat, run_folder
     assert "not those that the card says" in moat("verify", card).out
 
 
-def all_stand(card):
-    """Nobody was ever wrong, by a card whose numbers fit together."""
+def all_right(card):
+    """The model is never wrong, by a card whose numbers fit together."""
     card["broken_by"] = {
         name: [None if verdict == "clean" else verdict for verdict in verdicts]
         for name, verdicts in card["broken_by"].items()
@@ -152,9 +152,9 @@ def more_images(card):
 
 def recount(card):
     for name, result in card["results"].items():
-        result |= shares(card["broken_by"][name])
+        result |= dict(shares(card["broken_by"][name]))
     card["first_broken_by"] = first_broken_by(card["broken_by"])
-    card["all_attacks"] = shares(card["first_broken_by"])
+    card["all_attacks"] = dict(shares(card["first_broken_by"]))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def recount(card):
         (lambda card: card["results"]["pgd50"].update(standing=39), "accuracies are not those"),
         (lambda card: card["first_broken_by"].reverse(), "what broke each image first"),
         (lambda card: card.update(flags=[]), "raise a red flag that it does not show"),
-        (all_stand, "clean: the model is wrong about image"),
+        (all_right, "clean: the model is wrong about image"),
         (more_images, "not one for each of the 40 images"),
         (lambda card: card["broken_by"]["pgd50"].__setitem__(slice(None), ["pgd50"] * 40), "wrong before the attack"),
         (lambda card: card["measured"].pop("pgd20"), "is not a card that moat eval wrote"),
@@ -176,7 +176,7 @@ def test_a_card_whose_numbers_do_not_follow_from_its_verdicts_does_not_verify(mo
     assert moat("verify", collapsed_card).code == 0
     card = read_json(collapsed_card)
     forge(card)
-    write_card(collapsed_card, card)
+    write_json(collapsed_card, card)
     ended = moat("verify", collapsed_card)
     assert ended.code == (2 if "is not a card" in says else 1)
     assert says in ended.out + ended.err
@@ -186,7 +186,7 @@ def test_a_card_whose_numbers_do_not_follow_from_its_verdicts_does_not_verify(mo
 def test_what_a_randomised_model_answered_is_not_verified(moat, collapsed_card):
     card = read_json(collapsed_card)
     card["measured"]["randomised"] = True
-    write_card(collapsed_card, card)
+    write_json(collapsed_card, card)
     ended = moat("verify", collapsed_card)
     assert ended.code == 2
     assert "randomised model" in ended.err
@@ -197,7 +197,7 @@ def test_a_card_of_another_model_does_not_verify(moat, run_folder):
     shutil.copy(ROBUST, run_folder / "model.safetensors")
     code, out, _ = moat("verify", run_folder / "eval.json")
     assert code == 1
-    assert "not the one that was evaluated" in out
+    assert "it is of another model" in out
 
 
 OPTIONS = ("--attacks", "fgsm,pgd50,aa", "--save-adversarial", "--eps", "0.06")
@@ -248,7 +248,7 @@ def test_stopped_in_the_middle_of_aa_the_same_command_gives_the_same_card(moat_p
     process = moat_process(*COMMAND)
     _, err = process.communicate()
     assert process.returncode == 0, err
-    assert "continuing" in err
+    assert "resuming" in err
     card, examples = undisturbed
     assert card["results"]["aa"]["standing"] > 0  # Square ran to its end
     assert timeless(json.loads((alone / "small-factory.eval.json").read_text())) == timeless(card)
@@ -288,7 +288,7 @@ def test_an_unfinished_evaluation_of_another_setting_is_refused_and_kept(moat, m
 
 
 def test_a_bare_weights_file_is_evaluated_with_its_model_named(moat, alone):
-    tensors, _ = moatlab.models.read_weights(COLLAPSED)
+    tensors, _ = moatlab.models.weights.read_weights(COLLAPSED)
     torch.save({"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in tensors.items()}}, "w.pt")
     save_file(tensors, "w.safetensors")
     expected = moat("eval", shutil.copy(COLLAPSED, alone / "a.safetensors"), "--n", 30, "--attacks", "fgsm", "--json")
@@ -317,7 +317,7 @@ def test_a_model_from_ones_own_factory_is_evaluated_at_the_usual_radius(moat, al
     assert (alone / "mine-factory.eval.json").exists()
 
 
-def test_a_model_that_fails_under_attack_is_told_of_in_a_sentence(moat, alone):
+def test_a_model_that_fails_under_attack_is_reported_in_a_sentence(moat, alone):
     (alone / "mine.py").write_text(
         textwrap.dedent("""
         from torch import nn
@@ -429,7 +429,7 @@ def test_a_damaged_or_foreign_file_is_refused(refuses, alone, model_file):
     for name, content in [("cut.safetensors", whole[:9000]), ("none.safetensors", b""), ("x.safetensors", b"{}" * 50)]:
         (alone / name).write_bytes(content)
         refuses("eval", name, says=name)
-    tensors, _ = moatlab.models.read_weights(model_file)
+    tensors, _ = moatlab.models.weights.read_weights(model_file)
     torch.save(tensors, alone / "w.pt")
     (alone / "cut.pt").write_bytes((alone / "w.pt").read_bytes()[:50_000])
     (alone / "none.pt").write_bytes(b"")
@@ -456,7 +456,7 @@ def test_a_file_that_holds_code_is_refused_unread(refuses, alone):
 
 
 def test_weights_of_another_architecture_are_refused_with_the_first_mismatch(refuses, model_file):
-    tensors, _ = moatlab.models.read_weights(model_file)
+    tensors, _ = moatlab.models.weights.read_weights(model_file)
     options = ("--model", "preact_resnet18", "--data", "mini")
     wrong = dict(tensors)
     wrong["blocks.3.bn1.weight"] = torch.zeros(3)
@@ -488,9 +488,12 @@ def test_models_that_cannot_be_attacked_are_refused(refuses, alone):
         """)
     )
     for name, says in [
-        ("flat", "logits"), ("nan", "not a number"), ("mates", "other images of its batch"), ("three", "3 classes"),
+        ("flat", "logits"),
+        ("nan", "not a number"),
+        ("mates", "other images of its batch"),
+        ("three", "3 classes"),
         ("fails", "nosuch"),
-    ]:  # fmt: skip
+    ]:
         refuses("eval", "--model", f"mine:{name}", "--data", "mini", "--attacks", "aa", says=says)
 
 
@@ -563,7 +566,7 @@ def test_cards_that_cannot_be_verified_are_refused(refuses, moat, run_folder, al
     (alone / "newer.json").write_text('{"schema": 2}')
     refuses("verify", "newer.json", says="schema 2")
     (alone / "empty.json").write_text('{"schema": 1}')
-    refuses("verify", "empty.json", says="--save-adversarial")
+    refuses("verify", "empty.json", says="not a card")
     moat("eval", run_folder, "--n", 10, "--attacks", "fgsm")
     refuses("verify", run_folder / "eval.json", says="--save-adversarial")
     moat("eval", run_folder, "--n", 10, "--attacks", "fgsm", "--save-adversarial")

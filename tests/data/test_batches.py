@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moatlab.data.batches import PADDING, Batches, as_floats, crop_and_flip, shifts
+from moatlab.data.batches import PADDING, Batches, crop_and_flip, shifts
+from moatlab.data.images import as_floats
 
 
 def numbered(count=50, side=6):
@@ -76,8 +77,7 @@ def test_floats_keep_the_memory_order_of_the_bytes():
 def test_the_numbers_of_a_batch_are_not_fetched_from_the_device_that_trains():
     """Images that lie in the memory of the CPU are chosen there: asking an accelerator would wait for its last step."""
     x, y = numbered()
-    images, labels = Batches(x, y.to("meta"), 16, augment=False, seed=0).at(1)  # a device that can't be asked
+    there, here = (Batches(x, labels, 16, augment=False, seed=0) for labels in (y.to("meta"), y))
+    images, labels = there.at(1)  # on a device that can't be asked
     assert images.device.type == labels.device.type == "meta"
-    assert Batches(x, y.to("meta"), 16, augment=False, seed=0).numbers(1).tolist() == Batches(
-        x, y, 16, augment=False, seed=0
-    ).at(1)[1].tolist()  # fmt: skip
+    assert there.numbers(1).tolist() == here.at(1)[1].tolist()

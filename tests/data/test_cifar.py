@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moatlab.data import load_images
 from moatlab.data.cifar import SPECS, read_pickle, read_records, to_records
+from moatlab.data.loading import load_images
+from moatlab.runtime.console import verbosity
 from moatlab.runtime.errors import UserError
 
 MINI, CIFAR10, CIFAR100 = SPECS["mini"], SPECS["cifar10"], SPECS["cifar100"]
@@ -129,7 +130,8 @@ def test_a_data_folder_that_does_not_exist_is_refused(tmp_path, monkeypatch):
 
 def test_missing_training_batches_are_left_out_with_a_warning_and_a_note(tmp_path, capsys):
     train_x = write_cifar10(tmp_path, batches=(1, 4))
-    images = load_images("cifar10", tmp_path)
+    with verbosity(True):
+        images = load_images("cifar10", tmp_path)
     np.testing.assert_array_equal(images.train_x, train_x)
     assert images.note == "6 of the official 50,000 training images and 2 of the official 10,000 test images"
     assert images.note in capsys.readouterr().err.replace("\n", " ")

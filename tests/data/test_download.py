@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from moatlab.data import available, get_images_folder, load_images
 from moatlab.data.cifar import SPECS, read_arrays, to_records
-from moatlab.data.download import SourceError, convert_npm, download
+from moatlab.data.download import SourceError, convert_npm, download_file
+from moatlab.data.loading import available, get_images_folder, load_images
 from moatlab.runtime.errors import UserError
 
 CONTENT = np.random.default_rng(0).bytes(1_000_000)
@@ -83,7 +83,7 @@ def serve():
 
 
 def test_a_download_arrives_whole_and_leaves_no_part(tmp_path, serve):
-    download(serve(CONTENT).url, tmp_path / "new" / "archive", md5(CONTENT))
+    download_file(serve(CONTENT).url, tmp_path / "new" / "archive", md5(CONTENT))
     assert (tmp_path / "new" / "archive").read_bytes() == CONTENT
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["archive"]
 
@@ -91,24 +91,24 @@ def test_a_download_arrives_whole_and_leaves_no_part(tmp_path, serve):
 def test_an_interrupted_download_goes_on_where_it_stopped(tmp_path, serve):
     server = serve(CONTENT, stops_after=400_000)
     with pytest.raises(SourceError, match="broke off after 400,000 of 1,000,000 bytes, run again"):
-        download(server.url, tmp_path / "archive", md5(CONTENT))
+        download_file(server.url, tmp_path / "archive", md5(CONTENT))
     assert not (tmp_path / "archive").exists()
     server.stops_after = None
-    download(server.url, tmp_path / "archive", md5(CONTENT))
+    download_file(server.url, tmp_path / "archive", md5(CONTENT))
     assert server.ranges == [None, "bytes=400000-"]
     assert (tmp_path / "archive").read_bytes() == CONTENT
 
 
 def test_a_server_that_ignores_range_makes_the_download_start_over(tmp_path, serve):
     (tmp_path / "archive.part").write_bytes(CONTENT[:1000])
-    download(serve(CONTENT, knows_range=False).url, tmp_path / "archive", md5(CONTENT))
+    download_file(serve(CONTENT, knows_range=False).url, tmp_path / "archive", md5(CONTENT))
     assert (tmp_path / "archive").read_bytes() == CONTENT
 
 
 def test_a_complete_part_is_taken_without_asking_anybody(tmp_path, serve):
     (tmp_path / "archive.part").write_bytes(CONTENT)
     server = serve(CONTENT)
-    download(server.url, tmp_path / "archive", md5(CONTENT))
+    download_file(server.url, tmp_path / "archive", md5(CONTENT))
     assert server.ranges == []
     assert (tmp_path / "archive").read_bytes() == CONTENT
 
@@ -117,22 +117,22 @@ def test_a_full_length_part_with_wrong_content_is_deleted(tmp_path, serve):
     (tmp_path / "archive.part").write_bytes(bytes(len(CONTENT)))
     server = serve(CONTENT)
     with pytest.raises(SourceError, match="not the official archive"):
-        download(server.url, tmp_path / "archive", md5(CONTENT))
+        download_file(server.url, tmp_path / "archive", md5(CONTENT))
     assert server.ranges == ["bytes=1000000-"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_download_with_the_wrong_md5_is_deleted(tmp_path, serve):
     with pytest.raises(SourceError, match="not the official archive"):
-        download(serve(b"<html>please log in</html>").url, tmp_path / "archive", md5(CONTENT))
+        download_file(serve(b"<html>please log in</html>").url, tmp_path / "archive", md5(CONTENT))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_server_that_refuses_or_is_not_there_is_a_failed_source(tmp_path, serve):
     with pytest.raises(SourceError, match="answered 416"):
-        download(serve(b"").url, tmp_path / "archive", md5(CONTENT))
+        download_file(serve(b"").url, tmp_path / "archive", md5(CONTENT))
     with pytest.raises(SourceError, match="cannot be reached"):
-        download("http://127.0.0.1:9/archive", tmp_path / "archive", md5(CONTENT))
+        download_file("http://127.0.0.1:9/archive", tmp_path / "archive", md5(CONTENT))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,7 +247,7 @@ def test_a_redirection_away_from_https_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr("urllib.request.urlopen", lambda *_arguments, **_options: Answer(b"x"))
     with pytest.raises(SourceError, match="not https"):
-        download("https://example.org/archive.tar.gz", tmp_path / "archive.tar.gz", md5(b"x"))
+        download_file("https://example.org/archive.tar.gz", tmp_path / "archive.tar.gz", md5(b"x"))
     assert not (tmp_path / "archive.tar.gz").exists()
 
 

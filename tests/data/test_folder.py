@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image
 
-from moatlab.data import load_images
 from moatlab.data.folder import channel_statistics, histogram
+from moatlab.data.loading import load_images
+from moatlab.runtime.console import verbosity
 from moatlab.runtime.errors import UserError
 
 
@@ -51,7 +52,8 @@ def test_the_first_test_images_which_a_short_evaluation_takes_are_of_all_classes
 def test_of_a_folder_of_classes_alone_a_tenth_is_set_apart_for_testing(pets, capsys):
     for number in range(5, 20):
         write_image(pets / "train" / "cat" / f"{number}.png", (number, 0, 255))
-    images = load_images(str(pets / "train"))
+    with verbosity(True):
+        images = load_images(str(pets / "train"))
     assert len(images.train_y) + len(images.test_y) == 25
     assert f"{len(images.test_y)} of its images are set apart" in images.note
     assert (
@@ -81,13 +83,15 @@ def test_images_that_are_added_to_a_folder_of_classes_move_none_from_training_to
     assert tested_later > tested
 
 
-def test_a_class_without_test_images_is_told_of(pets, capsys):
-    load_images(str(pets))
+def test_a_class_without_test_images_is_reported(pets, capsys):
+    with verbosity(True):
+        load_images(str(pets))
     assert capsys.readouterr().err == ""
     for path in (pets / "test" / "dog").iterdir():
         path.unlink()
     (pets / "test" / "dog").rmdir()
-    assert load_images(str(pets)).test_y.tolist() == [0, 0]
+    with verbosity(True):
+        assert load_images(str(pets)).test_y.tolist() == [0, 0]
     assert "no test image is of the class 'dog'" in capsys.readouterr().err
 
 

@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from moatlab.data import KNOWN_SIZES, MINI_FOLDER, available, checksum, get_images_folder, load_images
+from moatlab.data.images import checksum
+from moatlab.data.loading import KNOWN_SIZES, MINI_FOLDER, available, get_images_folder, load_images
 from moatlab.runtime.errors import UserError
 
 
@@ -75,5 +76,5 @@ def test_a_slip_of_the_pen_gets_a_suggestion(function):
 
 
 def test_importing_the_package_does_not_import_torch():
-    code = "import sys, moatlab.data; assert moatlab.data.KNOWN_SIZES; sys.exit('torch' in sys.modules)"
+    code = "import sys, moatlab.data.loading; assert moatlab.data.loading.KNOWN_SIZES; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,10 +13,12 @@ import moatlab
 import models_for_tests
 from moatlab import UserError, evaluate
 from moatlab.attacks import Draws, Probe, apgd, autoattack, cw, fab, fgsm, mim, pgd, square, strong_pgd
-from moatlab.attacks.draws import BLOCK, start_in_ball, start_on_sphere
-from moatlab.attacks.ensemble import NAMES
+from moatlab.attacks.catalog import NAMES
+from moatlab.attacks.draws import BLOCK
+from moatlab.attacks.ensemble import Part
 from moatlab.attacks.losses import dlr, is_wrong, margin, targeted_dlr
-from moatlab.attacks.norms import distance
+from moatlab.attacks.norms import Threat, distance
+from moatlab.runtime.console import Bar
 from models_for_tests import CALLS, Returns, counted, images, network, small_network
 
 EPS = 0.06
@@ -98,7 +100,7 @@ def test_pgd50_is_robust_only_where_no_iterate_of_no_restart_fools_the_model():
     for name, loss in (("pgd50", F.cross_entropy), ("cw50", None)):
         robust = model(x).argmax(1) == y
         for restart in range(10):
-            z = start_in_ball(x, EPS, "linf", Draws.numbered(0, len(x)), f"{name} start", restart)
+            z = Draws.numbered(0, len(x)).in_ball(x, Threat("linf", EPS), f"{name} start", restart)
             for _ in range(51):
                 z = torch.max(torch.min(z, x + EPS), x - EPS).clamp(0, 1).detach().requires_grad_()
                 logits = model(z)
@@ -240,9 +242,9 @@ def test_draws_depend_on_the_example_and_not_on_its_company(order, seed):
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_starts_fill_the_ball_and_the_sphere(norm):
     x = torch.rand(200, 3, 4, 4)
-    draws = Draws.numbered(0, 200)
-    inside = distance(start_in_ball(x, 0.1, norm, draws, "a") - x, norm)
-    on = distance(start_on_sphere(x, 0.1, norm, draws, "a") - x, norm)
+    draws, threat = Draws.numbered(0, 200), Threat(norm, 0.1)
+    inside = distance(draws.in_ball(x, threat, "a") - x, norm)
+    on = distance(draws.on_sphere(x, threat, "a") - x, norm)
     assert inside.max() <= 0.1 + 1e-6
     assert inside.min() < 0.1 * 0.995
     torch.testing.assert_close(on, torch.full_like(on, 0.1))
@@ -288,10 +290,8 @@ def test_the_same_seed_gives_the_same_result_and_another_seed_other_starts():
     x, y = images(16, model)
     first, again = (evaluate(model, x, y, attacks=["pgd50"], eps=EPS, seed=7) for _ in range(2))
     assert first.broken_by == again.broken_by
-    assert first.cost["pgd50"]["forwards"] == again.cost["pgd50"]["forwards"]
-    counts = {
-        evaluate(model, x, y, attacks=["pgd50"], eps=EPS, seed=seed).cost["pgd50"]["forwards"] for seed in range(6)
-    }
+    assert first.cost["pgd50"].forwards == again.cost["pgd50"].forwards
+    counts = {evaluate(model, x, y, attacks=["pgd50"], eps=EPS, seed=seed).cost["pgd50"].forwards for seed in range(6)}
     assert len(counts) > 1
 
 
@@ -360,8 +360,20 @@ def test_examples_that_fell_are_not_worked_on_again():
     x, y = images(20, model)
     cheap = evaluate(model, x, y, attacks=["pgd50"], eps=0.5).cost["pgd50"]
     dear = evaluate(model, x, y, attacks=["pgd50"], eps=1e-4).cost["pgd50"]
-    assert dear["gradients"] == 19 * 10 * 50  # one image is misclassified as it is
-    assert cheap["gradients"] < 19 * 10
+    assert dear.gradients == 19 * 10 * 50  # one image is misclassified as it is
+    assert cheap.gradients < 19 * 10
+
+
+def test_the_time_left_is_estimated_with_work_that_grows_as_the_steps_do(monkeypatch):
+    """Every look at what a part costs is counted: twice the chunks, twice the looks."""
+    looks, model = [], network()
+    cost = Part.passes.fget
+    monkeypatch.setattr(Part, "passes", property(lambda part: looks.append(part) or cost(part)))
+    for count in (30, 60):
+        x, y = images(count, model)
+        evaluate(model, x, y, attacks=["fgsm", "pgd7"], eps=EPS, chunk_size=1)
+        assert len(looks) == 2 * count
+        looks.clear()
 
 
 def test_a_model_that_cannot_be_copied_is_attacked_itself_and_given_back():
@@ -392,7 +404,7 @@ def test_bytes_and_floats_are_the_same_images():
     y = model(floats).argmax(1)
     by_bytes, by_floats = (evaluate(model, x, y, attacks=["pgd50"], eps=EPS) for x in (pixels, floats))
     assert by_bytes.broken_by == by_floats.broken_by
-    assert by_bytes.cost["pgd50"]["gradients"] == by_floats.cost["pgd50"]["gradients"]
+    assert by_bytes.cost["pgd50"].gradients == by_floats.cost["pgd50"].gradients
 
 
 def test_adversarial_examples_can_be_kept():
@@ -408,6 +420,43 @@ def test_adversarial_examples_can_be_kept():
 
 
 # --- models and callers of all kinds
+
+
+def test_eps_is_a_number_or_a_text():
+    model = network()
+    x, y = images(12, model)
+    results = [evaluate(model, x, y, attacks=["pgd50"], eps=eps) for eps in (8 / 255, "8/255", None)]
+    assert [result.broken_by for result in results[1:]] == [results[0].broken_by] * 2
+    assert [result.settings.eps for result in results] == [str(8 / 255), "8/255", "8/255"]
+
+
+def test_progress_is_shown_if_it_is_asked_for_and_nothing_is_printed_otherwise(capsys):
+    model = network()
+    x, y = images(12, model)
+    for verbose, printed in ((None, False), (False, False), (True, True)):
+        evaluate(model, x, y, attacks=["fgsm", "pgd50"], eps=EPS, verbose=verbose)
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert ("clean  " in captured.err) == printed
+        assert printed or captured.err == ""
+
+
+def test_the_bar_shows_the_attack_its_part_and_how_many_images_are_robust(monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        Bar, "update", lambda bar, done, text="", *, total: lines.append((bar.title, text, done / total))
+    )
+    model = network()
+    x, y = images(20, model)
+    evaluate(model, x, y, attacks=["fgsm", "aa-fast"], eps=1e-4, chunk_size=10)
+    titles = list(dict.fromkeys(title for title, _, _ in lines))
+    assert titles[:4] == ["clean", "red flags", "fgsm 1/1", "aa-fast apgd-ce 1/3"]
+    assert titles[-1] == "aa-fast apgd-t 3/3"
+    assert lines[-1][1] == "10 robust, 95.0 % so far"
+    shares = [share for _, _, share in lines]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.1
+    assert shares[-1] == pytest.approx(1, abs=0.02)
 
 
 def test_inference_mode_around_an_evaluation_changes_nothing():
@@ -500,8 +549,8 @@ def test_a_model_whose_modes_do_work_is_given_back_in_its_mode():
 def test_the_default_radius_is_the_usual_one_of_the_norm():
     model = network()
     x, y = images(4, model)
-    assert evaluate(model, x, y, attacks=["fgsm"]).settings["eps"] == 8 / 255
-    assert evaluate(model, x, y, attacks=["fgsm"], norm="l2").settings["eps"] == 128 / 255
+    assert evaluate(model, x, y, attacks=["fgsm"]).settings.threat.eps == 8 / 255
+    assert evaluate(model, x, y, attacks=["fgsm"], norm="l2").settings.threat.eps == 128 / 255
 
 
 # --- losses
@@ -557,7 +606,7 @@ def refuse(says, model=None, x=None, y=None, **options):
         ("pgd50", {"model": Returns(lambda x: x.flatten(1)[:, :3]), "y": torch.tensor([0, 1, 2, 0])}),
         ("other images of its batch", {"model": Returns(lambda x: x.flatten(1)[:, :5] - x.mean())}),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_evaluated_is_refused_in_one_sentence(says, options):
     refuse(says, **options)
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import moatlab
 from moatlab import evaluate
-from moatlab.evaluation.red_flags import MEANING, judge
+from moatlab.evaluation.red_flags import MEANING, Measured, judge
 from models_for_tests import FIXTURES, Returns, images, network
 
 
@@ -71,40 +71,53 @@ def test_probabilities_and_randomness_are_flagged():
     assert noisy[0].broken_by == noisy[1].broken_by
 
 
-MEASURED = {
-    "randomised": False, "probabilities": False, "labels": [10] * 10, "sample": 200, "clean": 0.8,
-    "zero_gradients": 0.0, "fgsm": 0.5,
-    "pgd20": {"at half of eps": 0.6, "at eps": 0.45, "at twice eps": 0.2}, "pgd20_at_half": 0.0,
-}  # fmt: skip
-VERDICTS = {"clean": [None] * 80 + ["clean"] * 20}
+MEASURED = Measured(
+    randomised=False,
+    probabilities=False,
+    labels=[10] * 10,
+    sample=200,
+    clean=0.8,
+    zero_gradients=0.0,
+    fgsm=0.5,
+    pgd20={"at half of eps": 0.6, "at eps": 0.45, "at twice eps": 0.2},
+    pgd20_at_half=0.0,
+)
+
+
+def accuracy(**shares):
+    """Verdicts on 100 images of attacks with these accuracies."""
+    return {name: [None] * round(100 * share) + [name] * round(100 - 100 * share) for name, share in shares.items()}
+
+
+def audit(broken, left):
+    return {"audit": ["cw50"] * broken + [None] * (left - broken) + ["before"] * (100 - left)}
+
+
+SQUARE_IN_AA = {"aa": ["square", *["apgd-ce"] * 49, *[None] * 30, *["clean"] * 20]}
+SQUARE_BESIDE_PGD = {"square": ["square", *[None] * 99], "pgd50": [None, *["pgd50"] * 79, *["clean"] * 20]}
 
 
 @pytest.mark.parametrize(
-    ("flag", "measured", "accuracy", "verdicts", "audited"),
+    ("flag", "measured", "verdicts"),
     [
-        (None, {}, {"fgsm": 0.5, "pgd50": 0.4}, {}, (0, 40)),
-        ("pgd-weaker-than-fgsm", {}, {"fgsm": 0.5, "pgd50": 0.6}, {}, None),
-        ("pgd-weaker-than-fgsm", {"fgsm": 0.4}, {}, {}, None),
-        (None, {}, {"pgd50": 0.6}, {}, None),  # FGSM was asked of the sample only, which are other images
-        ("fgsm-above-clean", {}, {"fgsm": 0.85}, {}, None),
-        ("no-better-than-guessing", {"labels": [75, 25]}, {}, {}, None),
-        ("zero-gradients", {"zero_gradients": 0.3}, {}, {}, None),
-        ("rises-with-eps", {"pgd20": {"at half of eps": 0.4, "at eps": 0.45, "at twice eps": 0.2}}, {}, {}, None),
-        ("not-zero-at-half", {"pgd20_at_half": 0.1}, {}, {}, None),
-        ("catastrophic-overfitting", {}, {"fgsm": 0.7, "pgd50": 0.1}, {}, None),
-        ("audit-broke-more", {}, {"fgsm": 0.5, "pgd50": 0.4}, {}, (1, 40)),
-        ("square-beats-gradients", {}, {}, {"aa": ["square", *["apgd-ce"] * 49, *[None] * 30, *["clean"] * 20]}, None),
-        (
-            "square-beats-gradients",
-            {},
-            {},
-            {"square": ["square", *[None] * 99], "pgd50": [None, *["pgd50"] * 79, *["clean"] * 20]},
-            None,
-        ),
+        (None, {}, accuracy(fgsm=0.5, pgd50=0.4) | audit(0, 40)),
+        ("pgd-weaker-than-fgsm", {}, accuracy(fgsm=0.5, pgd50=0.6)),
+        ("pgd-weaker-than-fgsm", {"fgsm": 0.4}, {}),
+        (None, {}, accuracy(pgd50=0.6)),  # FGSM was asked of the sample only, which are other images
+        (None, {}, accuracy(fgsm=0.5, cw50=0.6)),  # another loss than FGSM's
+        ("fgsm-above-clean", {}, accuracy(fgsm=0.85)),
+        ("no-better-than-guessing", {"labels": [75, 25]}, {}),
+        ("zero-gradients", {"zero_gradients": 0.3}, {}),
+        ("rises-with-eps", {"pgd20": {"at half of eps": 0.4, "at eps": 0.45, "at twice eps": 0.2}}, {}),
+        ("not-zero-at-half", {"pgd20_at_half": 0.1}, {}),
+        ("catastrophic-overfitting", {}, accuracy(fgsm=0.7, pgd50=0.1)),
+        ("audit-broke-more", {}, accuracy(fgsm=0.5, pgd50=0.4) | audit(1, 40)),
+        ("square-beats-gradients", {}, SQUARE_IN_AA),
+        ("square-beats-gradients", {}, SQUARE_BESIDE_PGD),
     ],
 )
-def test_each_flag_is_raised_by_its_numbers_and_by_no_others(flag, measured, accuracy, verdicts, audited):
-    raised = judge(MEASURED | measured, {"clean": 0.8} | accuracy, VERDICTS | verdicts, audited)
+def test_each_flag_is_raised_by_its_numbers_and_by_no_others(flag, measured, verdicts):
+    raised = judge(MEASURED.model_copy(update=measured), accuracy(clean=0.8) | verdicts)
     assert [one.name for one in raised] == ([flag] if flag else [])
     assert all(one.meaning == MEANING[one.name] for one in raised)
 
@@ -118,13 +131,13 @@ def test_images_that_are_sorted_by_class_raise_no_flag_of_guessing():
     assert "no-better-than-guessing" not in names(evaluate(model, x[order], y, attacks=["fgsm"], eps=0.001))
 
 
-def test_the_audit_attacks_what_stands_once_more():
+def test_the_audit_attacks_robust_images_once_more():
     model = network()
     x, y = images(24, model)
     result = evaluate(model, x, y, attacks=["fgsm"], eps=0.06, audit=True)
     assert "audit-broke-more" in names(result)  # one step is a weak attack
     assert "audit" not in result.accuracy
-    assert result.cost["audit"]["gradients"] > 0
+    assert result.cost["audit"].gradients > 0
     again = evaluate(model, x, y, attacks=["pgd50", "aa"], eps=0.06, audit=True)
     assert "audit-broke-more" not in names(again)
     assert set(again.broken_by["audit"]) <= {None, "before"}

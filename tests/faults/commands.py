@@ -37,7 +37,7 @@ def moat(*arguments: object) -> Ended:
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
         try:
-            main.main()
+            main.run()
         except SystemExit as ending:
             return Ended(ending.code, out.getvalue(), err.getvalue())
     raise AssertionError("the command did not end")

@@ -167,8 +167,9 @@ class Corruption:
             ended = target.command(copy)
             if ended.code == 0:
                 result = target.result(copy) if target.result else json.loads(ended.out) | {"card": None}
-                assert result == answer, f"{where}: another answer"
-                found["harmless"] += 1
+                found["harmless" if result == answer else "wrong"] += 1
+                if result != answer:
+                    print(f"{where}: another answer")
             else:
                 assert ended.code in (1, 2), f"{where}: {ended}"
                 assert ended.last_line.startswith("moat: "), f"{where}: {ended}"
@@ -176,4 +177,4 @@ class Corruption:
                 found["told"] += 1
             assert not list(copy.rglob("*.tmp")), where
             shutil.rmtree(copy)
-        return {"corruptions": count, **found, "wrong": 0}
+        return {"corruptions": count, "wrong": 0, **found}

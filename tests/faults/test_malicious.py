@@ -16,10 +16,10 @@ import torch
 import moatlab
 from faults.commands import moat
 from moatlab.data.cifar import SPECS
-from moatlab.models.weights import read_weights
+from moatlab.models.weights import read_weights, write_weights
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import read_json_and_check, write_json
-from moatlab.training.checkpoint import save_model, seal
+from moatlab.training.checkpoint import seal
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_safetensors_header_that_lies_is_refused(canary, kind):
 
 def a_file_that_names_a_module(path):
     model = torch.nn.Linear(1, 1)
-    save_model(path, model, {"model": "evil:net", "arguments": {}, "classes": 10, "data": "mini"})
+    write_weights(path, model, {"model": "evil:net", "arguments": {}, "classes": 10, "data": "mini"})
     return path
 
 
@@ -241,8 +241,8 @@ def test_a_file_in_the_current_folder_is_not_taken_for_a_library(canary):
     for name in ("dill", "pynvml", "cuda", "opt_einsum", "tensorboard", "numexpr", "torchvision"):
         (canary.parent / f"{name}.py").write_text(f"open({str(canary)!r}, 'w')\n")
     description = {"model": "preact_resnet18", "arguments": {}, "classes": 10, "data": "mini"}
-    save_model(canary.parent / "w.safetensors", torch.nn.Linear(1, 1), description)
-    for command in (["-m", "moatlab"], ["-P", "-c", "from moatlab.cli.main import main; main()"]):
+    write_weights(canary.parent / "w.safetensors", torch.nn.Linear(1, 1), description)
+    for command in (["-m", "moatlab"], ["-P", "-c", "from moatlab.cli.main import run; run()"]):
         command = [sys.executable, *command, "eval", "w.safetensors"]
         ended = subprocess.run(command, cwd=canary.parent, capture_output=True, text=True, check=False)
         assert ended.returncode == 2, ended.stderr
@@ -275,7 +275,7 @@ def test_a_pipe_is_not_waited_for(canary):
     refused("recipe.toml", "plan", "--recipe", "recipe.toml")
     refused("w.safetensors", "eval", "w.safetensors")
     refused("w.pt", "eval", "w.pt", "--model", "preact_resnet18", "--data", "mini")
-    save_model(canary.parent / "other.safetensors", torch.nn.Linear(1, 1), {"model": "preact_resnet18"})
+    write_weights(canary.parent / "other.safetensors", torch.nn.Linear(1, 1), {"model": "preact_resnet18"})
     refused("other.safetensors", "eval", "other.safetensors")  # with a run.json beside it
 
 
@@ -291,7 +291,7 @@ def test_a_pipe_is_not_waited_for(canary):
 )  # fmt: skip
 def test_a_model_file_that_describes_itself_oddly_is_refused(canary, odd):
     description = {"model": "preact_resnet18", "arguments": {"width": 8}, "classes": 10, "data": "mini"}
-    save_model(canary.parent / "w.safetensors", torch.nn.Linear(1, 1), description | odd)
+    write_weights(canary.parent / "w.safetensors", torch.nn.Linear(1, 1), description | odd)
     refused("", "eval", "w.safetensors", "--attacks", "clean")
 
 

@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moatlab.attacks.first_order import uniform_in_ball
-from moatlab.methods import stages
+from moatlab.attacks.norms import Threat
+from moatlab.methods.batches import stage_loss
+from moatlab.methods.context import Context
 from moatlab.methods.language import parse_method
-from moatlab.methods.stages import BATCH_STAGES, Context, misalignment, stage_loss
+from moatlab.methods.stages import STAGES
+from moatlab.methods.stages.regularised import gradalign, misalignment
 from models_for_tests import Linear, small_network
 
 EPS = 8 / 255
@@ -34,7 +36,7 @@ def labels(count=SHAPE[0], seed=1):
 
 
 def context(model, *, eps=EPS, bn="train", seed=7, classes=CLASSES):
-    return Context(model, model, eps, draws(seed), classes, bn)
+    return Context(model, model, Threat("linf", eps), draws(seed), classes, bn)
 
 
 @pytest.fixture
@@ -59,29 +61,29 @@ def close(a, b):
 
 def test_standard_trains_on_the_batch_as_it_is(linear):
     x, y = images(), labels()
-    trained_x, target = BATCH_STAGES["standard"](context(linear), x, y, None)
+    trained_x, target = STAGES["standard"].code(context(linear), x, y, None)
     assert torch.equal(trained_x, x)
     assert torch.equal(target, y)
 
 
 def test_fgsm_is_one_step_of_eps_from_x_itself_clipped_to_the_image_range(linear):
     x, y = images(), labels()
-    adversarial, target = BATCH_STAGES["fgsm"](context(linear), x, y, None)
+    adversarial, target = STAGES["fgsm"].code(context(linear), x, y, None)
     close(adversarial, (x + EPS * linear_gradient(linear, x, y).sign()).clamp(0, 1))
     assert torch.equal(target, y)
 
 
 def test_fast_is_a_projected_random_start_and_one_projected_step_of_one_and_a_quarter_eps(linear):
     x, y = images(), labels()
-    adversarial, _ = BATCH_STAGES["fast"](context(linear), x, y, None)
-    start = project(x + uniform_in_ball(x, EPS, "linf", draws()), x)
+    adversarial, _ = STAGES["fast"].code(context(linear), x, y, None)
+    start = project(x + Threat("linf", EPS).noise(x, draws()), x)
     close(adversarial, project(start + 1.25 * EPS * linear_gradient(linear, start, y).sign(), x))
 
 
 def test_nfgsm_is_noise_of_two_eps_and_a_step_of_eps_that_may_leave_the_ball(linear):
     x, y = images(), labels()
-    adversarial, _ = BATCH_STAGES["nfgsm"](context(linear), x, y, None)
-    noisy = (x + uniform_in_ball(x, 2 * EPS, "linf", draws())).clamp(0, 1)
+    adversarial, _ = STAGES["nfgsm"].code(context(linear), x, y, None)
+    noisy = (x + Threat("linf", 2 * EPS).noise(x, draws())).clamp(0, 1)
     close(adversarial, (noisy + EPS * linear_gradient(linear, noisy, y).sign()).clamp(0, 1))
     assert (adversarial - x).abs().max() > 1.5 * EPS
 
@@ -89,8 +91,8 @@ def test_nfgsm_is_noise_of_two_eps_and_a_step_of_eps_that_may_leave_the_ball(lin
 @pytest.mark.parametrize(("steps", "step_size"), [(1, EPS), (2, EPS / 2), (3, EPS / 3), (4, EPS / 4), (8, EPS / 4)])
 def test_pgd_takes_k_projected_steps_of_the_larger_of_a_quarter_eps_and_eps_by_k(linear, steps, step_size):
     x, y = images(), labels()
-    adversarial, _ = BATCH_STAGES["pgd"](context(linear), x, y, steps)
-    expected = project(x + uniform_in_ball(x, EPS, "linf", draws()), x)
+    adversarial, _ = STAGES["pgd"].code(context(linear), x, y, steps)
+    expected = project(x + Threat("linf", EPS).noise(x, draws()), x)
     for _ in range(steps):
         expected = project(expected + step_size * linear_gradient(linear, expected, y).sign(), x)
     close(adversarial, expected)
@@ -98,8 +100,8 @@ def test_pgd_takes_k_projected_steps_of_the_larger_of_a_quarter_eps_and_eps_by_k
 
 def test_pgd_with_one_step_is_not_the_fast_batch(linear):
     x, y = images(), labels()
-    one_step, _ = BATCH_STAGES["pgd"](context(linear), x, y, 1)
-    fast, _ = BATCH_STAGES["fast"](context(linear), x, y, None)
+    one_step, _ = STAGES["pgd"].code(context(linear), x, y, 1)
+    fast, _ = STAGES["fast"].code(context(linear), x, y, None)
     assert not torch.equal(one_step, fast)
 
 
@@ -107,8 +109,8 @@ def test_attacks_on_a_network_equal_the_plain_way_with_loss_backward():
     model = small_network().eval()
     x, y = images(), labels()
     model(x)
-    adversarial, _ = BATCH_STAGES["pgd"](context(model), x, y, 5)
-    expected = project(x + uniform_in_ball(x, EPS, "linf", draws()), x)
+    adversarial, _ = STAGES["pgd"].code(context(model), x, y, 5)
+    expected = project(x + Threat("linf", EPS).noise(x, draws()), x)
     for _ in range(5):
         variable = expected.contiguous().requires_grad_()
         F.cross_entropy(model(variable), y).backward()
@@ -118,7 +120,7 @@ def test_attacks_on_a_network_equal_the_plain_way_with_loss_backward():
 
 def test_mixup_mixes_images_and_labels_with_one_lambda_for_the_batch(linear):
     x, y = images(), labels()
-    mixed, target = BATCH_STAGES["mixup"](context(linear), x, y, None)
+    mixed, target = STAGES["mixup"].code(context(linear), x, y, None)
     source = draws()
     weight, order = torch.rand((), generator=source), torch.randperm(len(x), generator=source)
     close(mixed, weight * x + (1 - weight) * x[order])
@@ -130,7 +132,7 @@ def test_mixup_draws_lambda_uniformly():
     x, y = torch.stack([torch.zeros(1, 1, 1), torch.ones(1, 1, 1)]), torch.tensor([0, 1])
     weights = []
     for seed in range(2000):
-        _, target = BATCH_STAGES["mixup"](context(None, seed=seed, classes=2), x, y, None)
+        _, target = STAGES["mixup"].code(context(None, seed=seed, classes=2), x, y, None)
         if target[0, 0] < 1:  # the shuffle swapped the two
             weights.append(target[0, 0].item())
     weights = torch.tensor(weights)
@@ -145,7 +147,7 @@ def test_cutmix_pastes_one_box_and_mixes_labels_by_its_true_area(seed, height, w
     count = 4
     x = torch.arange(count).float().view(-1, 1, 1, 1).expand(count, 3, height, width).contiguous()
     y = torch.arange(count) % CLASSES
-    mixed, target = BATCH_STAGES["cutmix"](context(None, seed=seed), x, y, None)
+    mixed, target = STAGES["cutmix"].code(context(None, seed=seed), x, y, None)
     source = draws(seed)
     weight, order = torch.rand((), generator=source), torch.randperm(count, generator=source)
     changed = (mixed != x).any(1).any(0) if (order != torch.arange(count)).any() else torch.zeros(height, width).bool()
@@ -179,9 +181,9 @@ def test_kim_trains_on_the_smallest_stretch_that_fools_the_model():
 
     model = Half(torch.stack([torch.zeros(pixels), direction]))
     x, y = base.view(64, 3, 4, 4), torch.ones(64, dtype=torch.long)
-    trained, _ = BATCH_STAGES["kim"](context(model, eps=eps, classes=2), x, y, parts)
+    trained, _ = STAGES["kim"].code(context(model, eps=eps, classes=2), x, y, parts)
 
-    start = project(x + uniform_in_ball(x, eps, "linf", draws()), x, eps)
+    start = project(x + Threat("linf", eps).noise(x, draws()), x, eps)
     delta = project(start - 1.25 * eps * direction.view(1, 3, 4, 4), x, eps) - x
     seen = set()
     for image, begin, move, result in zip(x, start, delta, trained, strict=True):
@@ -211,13 +213,13 @@ def test_gradalign_equals_a_naive_double_backward_in_value_and_in_gradient(bn):
     model, x, y, weight = small_network(), images(), labels(), 0.7
     model(x)
     reference = copy.deepcopy(model)
-    loss = stages.gradalign(context(model, bn=bn), x, y, weight)
+    loss = gradalign(context(model, bn=bn), x, y, weight)
     loss.backward()
 
     reference.train(bn == "train")
     clean = x.clone().requires_grad_()
     (g1,) = torch.autograd.grad(F.cross_entropy(reference(clean), y), clean)
-    noisy = (x + uniform_in_ball(x, EPS, "linf", draws())).requires_grad_()
+    noisy = (x + Threat("linf", EPS).noise(x, draws())).requires_grad_()
     (g2,) = torch.autograd.grad(F.cross_entropy(reference(noisy), y), noisy, create_graph=True)
     cosines = [(a.flatten() @ b.flatten()) / (a.norm() * b.norm()) for a, b in zip(g1, g2, strict=True)]
     reference.train()
@@ -247,7 +249,7 @@ SPECS = ["standard", "mixup", "cutmix", "fgsm", "fast", "nfgsm", "pgd:1", "pgd:3
 def test_every_batch_stays_in_the_ball_and_in_the_image_range_where_it_should(spec, eps, seed):
     model, x, y = small_network().eval(), images(seed), labels(seed=seed)
     stage = parse_method(spec).stages[0]
-    trained, _ = BATCH_STAGES[stage.name](context(model, eps=eps, seed=seed), x, y, stage.value)
+    trained, _ = STAGES[stage.name].code(context(model, eps=eps, seed=seed), x, y, stage.value)
     assert trained.shape == x.shape
     assert trained.min() >= 0
     assert trained.max() <= 1
@@ -306,7 +308,7 @@ def test_no_stage_waits_for_its_device(spec, norm):
     x = torch.empty(SHAPE, device="meta").contiguous(memory_format=torch.channels_last)
     y = torch.empty(SHAPE[0], dtype=torch.int64, device="meta")
     (stage,) = parse_method(spec).stages
-    loss = stage_loss(stage, Context(model, model, EPS, draws(), CLASSES, norm=norm), x, y)
+    loss = stage_loss(stage, Context(model, model, Threat(norm, EPS), draws(), CLASSES), x, y)
     loss.backward()
     assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
     with pytest.raises(RuntimeError):

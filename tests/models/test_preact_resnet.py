@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 import moatlab
-from moatlab.models import build_model
 from moatlab.models.preact_resnet import PreActResNet18
+from moatlab.models.registry import build_model
+from moatlab.models.weights import write_weights
 from moatlab.runtime.errors import UserError
-from moatlab.training.checkpoint import save_model
 from models_for_tests import Linear
 
 
@@ -60,7 +60,7 @@ def test_preact_resnet_18_has_the_size_that_its_name_promises():
 def test_a_file_that_names_a_part_of_python_as_its_model_runs_nothing(tmp_path):
     for name, classes in (("os:system", "touch harm"), ("os:abort", 1), ("subprocess:getoutput", "touch harm")):
         description = {"model": name, "classes": classes, "arguments": {}}
-        save_model(tmp_path / "m.safetensors", Linear(torch.zeros(1, 1)), description)
+        write_weights(tmp_path / "m.safetensors", Linear(torch.zeros(1, 1)), description)
         with pytest.raises(UserError):
             moatlab.load(tmp_path / "m.safetensors")
 
@@ -81,7 +81,7 @@ def test_a_file_of_somebody_elses_says_that_its_model_is_unknown(tmp_path):
 def test_a_model_file_holds_one_metadata_key_and_is_the_same_each_time(tmp_path):
     model = build_model("preact_resnet18", classes=3, arguments={"width": 8}).to(memory_format=torch.channels_last)
     for name in ("a", "b"):
-        save_model(tmp_path / name, model, {"model": "preact_resnet18", "classes": 3, "arguments": {"width": 8}})
+        write_weights(tmp_path / name, model, {"model": "preact_resnet18", "classes": 3, "arguments": {"width": 8}})
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     (tmp_path / "a").rename(tmp_path / "a.safetensors")
     loaded = moatlab.load(tmp_path / "a.safetensors")

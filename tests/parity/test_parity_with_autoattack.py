@@ -14,7 +14,7 @@ from pyautoattack.square import SquareAttack
 from torch import nn
 
 import moatlab
-from moatlab.attacks import apgd, fab, square
+from moatlab.attacks import Draws, apgd, fab, square
 from models_for_tests import FIXTURES
 
 NAMES = {"linf": "Linf", "l2": "L2"}
@@ -30,11 +30,11 @@ def in_float64(monkeypatch):
     torch.set_default_dtype(torch.float32)
 
 
-class ReferenceDraws:
+class ReferenceDraws(Draws):
     """The global generator, asked in the order in which the reference asks it."""
 
     def __init__(self, count):
-        self.count = count
+        object.__setattr__(self, "count", count)  # Draws is frozen
 
     def of(self, rows):
         return ReferenceDraws(int(rows.sum()) if rows.dtype == torch.bool else len(rows))

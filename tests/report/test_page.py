@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from images_for_tests import tiny_images
-from moatlab import make_recipe, train
-from moatlab.data import load_images
-from moatlab.evaluation.target import Subject, load_subject
+from moatlab import TrainedRun, UserError, make_recipe, train, write_report
+from moatlab.attacks.norms import Threat
+from moatlab.data.images import Images
+from moatlab.data.loading import load_images
+from moatlab.evaluation.card import Card
+from moatlab.evaluation.red_flags import Flag
+from moatlab.evaluation.target import Subject, Target, load_target
 from moatlab.models.weights import fingerprint, read_weights
 from moatlab.report.charts import Series, line_chart, pareto, scatter, surface, tag, ticks
-from moatlab.report.page import find_runs, write_report
 from moatlab.report.portrait import RADII, draw_portrait
 from moatlab.runtime.files import read_json, write_json
 from moatlab.training.run_folder import RunFolder
@@ -54,10 +57,9 @@ def trained(tmp_path_factory, tiny):
     """Two runs of three epochs, with their pages' data."""
     folder = tmp_path_factory.mktemp("reported")
     for method in ("fgsm", "moat:2"):
-        recipe = make_recipe(method, data=str(tiny), width=8, batch_size=16, threads=1, epochs=3)
-        train(recipe, folder / method.replace(":", "-"))
-    write_report(find_runs([folder]), folder / "page.html", data_dir=None, trust_model_code=False)
-    (folder / "page.html").unlink()
+        recipe = make_recipe(method, data=str(tiny), width=8, batch_size=16, epochs=3)
+        train(recipe, folder / method.replace(":", "-"), threads=1)
+    write_report(folder).unlink()
     return folder
 
 
@@ -132,6 +134,7 @@ def test_a_page_loads_nothing_and_runs_only_its_own_script(moat, runs):
 def test_whatever_stands_in_the_files_of_a_run_stays_text(moat, runs, evil):
     run = runs / "fgsm"
     moat("report", run)
+    moat("eval", run, "--attacks", "fgsm")
     events = {"event": "collapse", "epoch": 2, "pgd7": 0.0, "message": evil, "action": evil}
     (run / "events.jsonl").write_text(json.dumps(events) + "\n")
     portrait = read_json(run / "portrait.json")
@@ -142,16 +145,18 @@ def test_whatever_stands_in_the_files_of_a_run_stays_text(moat, runs, evil):
     lines = [json.loads(line) | {"stage": evil} for line in (run / "metrics.jsonl").read_text().splitlines()]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_json(run / "run.json", read_json(run / "run.json") | {"metrics": RunFolder(run).metrics_sha256})
-    flag = {"name": evil, "evidence": evil, "meaning": evil}
-    subject = {"name": evil, "weights": portrait["weights"]}
-    threat = {"eps": "16/255", "norm": "linf"}
-    data = {"images": 5, "sha256": read_json(run / "run.json")["data"]["sha256"]}
-    card = {"results": {evil: {"accuracy": 0.5}}, "flags": [flag], "data": data, "settings": threat}
-    write_json(run / "eval.json", card | {"subject": subject})
+    card = Card.read(run / "eval.json")
+    flag = Flag(name=evil, evidence=evil, meaning=evil)
+    update = {"subject": card.subject.model_copy(update={"name": evil}), "flags": [flag]}
+    results = {"results": {**card.results, evil: card.results["clean"]}}
+    card.model_copy(update=update | results).write(run / "eval.json")
     page, source, _ = page_of(moat, run)
     assert page.tags.count("script") == 1
     assert evil not in source
-    assert page.text.count(" ".join(evil.split())) >= 8  # shown, as text
+    shown = " ".join(evil.split())
+    assert page.text.count(shown) >= 8  # shown, as text
+    assert shown in page.text.partition("Red flags")[2].partition("Results")[0]
+    assert shown in page.text.partition("evaluation card")[2]
 
 
 def test_a_folder_called_like_a_script_stays_text(moat, runs):
@@ -198,7 +203,7 @@ def test_a_card_of_another_model_is_not_shown_beside_this_one(moat, runs, status
 def test_a_card_of_the_same_weights_in_another_network_is_not_shown(moat, runs, alone):
     """A factory of the user's may put something before the network that masks its gradients."""
     (alone / "masked.py").write_text(
-        "from moatlab.models import build_model\n"
+        "from moatlab.models.registry import build_model\n"
         "def build(num_classes):\n"
         "    return build_model('preact_resnet18', classes=num_classes, arguments={'width': 8, 'std': (9.0,) * 3})\n"
     )
@@ -243,11 +248,18 @@ def test_a_portrait_of_the_users_own_model_is_shown_again_without_running_its_co
 def test_a_card_at_another_radius_is_not_shown_as_the_run_s_robustness(moat, runs):
     moat("eval", runs / "fgsm", "--attacks", "pgd50", "--eps", "1/255")
     page, _, _ = page_of(moat, runs / "fgsm")
-    assert "it is at linf eps 1/255" in page.text
+    assert "it is at L-inf eps 1/255" in page.text
     assert "pgd50 %" not in page.text
 
 
-def test_of_two_cards_the_one_of_more_images_tells_the_clean_accuracy(moat, runs):
+def test_a_card_in_another_precision_is_not_shown(moat, runs):
+    assert moat("eval", runs / "fgsm", "--attacks", "pgd50", "--precision", "bf16").code == 0
+    page, _, _ = page_of(moat, runs / "fgsm")
+    assert "in bf16, not at" in page.text
+    assert "pgd50 %" not in page.text
+
+
+def test_of_two_cards_the_one_of_more_images_shows_the_clean_accuracy(moat, runs):
     moat("eval", runs / "fgsm", "--attacks", "fgsm", "--n", 20)
     large = read_json(runs / "fgsm" / "eval.json")
     small = json.loads(json.dumps(large))
@@ -400,55 +412,102 @@ def test_ten_runs_make_a_page_below_5_mb_without_measuring_anything(moat, runs):
 # --- the portrait
 
 
-def subject_of(model, eps="16/255"):
-    images = load_images("mini")
-    return Subject(model, "a model", {}, None, images, eps, "linf", {})
+def target_of(model, images=None):
+    subject = Subject(name="a model", model="a:model", file=None, data="mini", sha256="0", weights="0")
+    return Target(model, subject, None, images or load_images("mini"), Threat.of("16/255"))
 
 
 def test_robustness_by_radius_of_a_linear_model_is_the_closed_form():
-    """An image stands at eps if no other class can be brought above its own: (w_j - w_y).x + eps |w_j - w_y|_1 < 0 for
-    all j, with the pixels that eps would take out of [0, 1] going only to its border."""
+    """An image is robust at eps if no other class can be brought above its own: (w_j - w_y).x + eps |w_j - w_y|_1 < 0
+    for all j, with the pixels that eps would take out of [0, 1] going only to its border."""
     images = load_images("mini")
     torch.manual_seed(0)
     model = Linear(torch.randn(10, 3 * 16 * 16) / 100)
-    portrait = draw_portrait(subject_of(model))
-    curve = portrait["curve"]
-    assert curve["eps"] == pytest.approx([number / RADII * 16 / 255 for number in range(RADII + 1)])
-    assert curve["accuracy"] == sorted(curve["accuracy"], reverse=True)
+    curve = draw_portrait(target_of(model)).curve
+    assert curve.eps == pytest.approx([number / RADII * 16 / 255 for number in range(RADII + 1)])
+    assert curve.accuracy == sorted(curve.accuracy, reverse=True)
     x, y = images.test_x[:200].permute(0, 3, 1, 2).flatten(1).float() / 255, images.test_y[:200]
     with torch.no_grad():
         toward = model.weight[None] - model.weight[y][:, None]  # (images, classes, pixels)
-        for eps, share in zip(curve["eps"], curve["accuracy"], strict=True):
+        for eps, share in zip(curve.eps, curve.accuracy, strict=True):
             moved = torch.where(toward > 0, (x + eps).clamp(max=1)[:, None], (x - eps).clamp(min=0)[:, None])
             highest = (toward * moved).sum(2).scatter(1, y[:, None], -math.inf).amax(1)
-            standing = (highest < 0).float().mean().item()
-            assert standing <= share + 1e-6 <= standing + 0.05  # one attack of ten steps misses some
-    assert len(set(curve["accuracy"])) > 2  # they do fall, one after another
+            robust = (highest < 0).float().mean().item()
+            assert robust <= share + 1e-6 <= robust + 0.05  # one attack of ten steps misses some
+    assert len(set(curve.accuracy)) > 2  # they do break, one after another
 
 
 def test_the_loss_surface_of_a_linear_model_rises_along_the_gradient_from_its_middle():
     torch.manual_seed(0)
     model = Linear(torch.randn(10, 3 * 16 * 16) / 20)
-    grid = draw_portrait(subject_of(model))["surface"]
-    ahead = [row[12] for row in grid["loss"][12:]]
+    grid = draw_portrait(target_of(model)).surface
+    ahead = [row[12] for row in grid.loss[12:]]
     assert ahead == sorted(ahead)  # the loss of a linear model is convex
     assert ahead[-1] > ahead[0]
-    assert len(grid["loss"]) == len(grid["loss"][0]) == 25
-    assert all((loss < 0.6931) <= (not wrong) for losses, wrongs in zip(grid["loss"], grid["wrong"], strict=True)
-               for loss, wrong in zip(losses, wrongs, strict=True))  # fmt: skip
+    assert len(grid.loss) == len(grid.loss[0]) == 25
+    points = [
+        (loss, wrong) for row in zip(grid.loss, grid.wrong, strict=True) for loss, wrong in zip(*row, strict=True)
+    ]
+    assert not any(wrong for loss, wrong in points if loss < 0.6931)  # more than half of the probability
+    assert {wrong for _, wrong in points} == {0, 1}
 
 
 def test_a_portrait_leaves_the_model_as_it_was_and_is_the_same_twice(trained):
-    subject = load_subject(trained / "moat-2")
-    subject.model.train()
-    before = {name: tensor.clone() for name, tensor in subject.model.state_dict().items()}
+    target = load_target(trained / "moat-2")
+    target.model.train()
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
     state = torch.get_rng_state()
-    first = draw_portrait(subject)
-    assert subject.model.training
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in subject.model.parameters())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in subject.model.state_dict().items())
+    first = draw_portrait(target)
+    assert target.model.training
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in target.model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
-    assert draw_portrait(subject) == first
+    assert draw_portrait(target) == first
+
+
+@pytest.mark.parametrize(("side", "most"), [(8, 200), (96, 32)])
+def test_a_portrait_sends_as_many_images_at_once_as_an_evaluation(side, most):
+    """Photos of 224 pixels, 625 at once, would exhaust the memory of a run that has just ended."""
+    sizes = set()
+
+    class Recording(Linear):
+        def forward(self, x):
+            sizes.add(len(x))
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    x = torch.randint(256, (220, side, side, 3), dtype=torch.uint8)
+    model = Recording(torch.randn(3, 3 * side * side) / side)
+    y = model(x.permute(0, 3, 1, 2) / 255).argmax(1)
+    images = Images("own", x, y, x, y, ("a", "b", "c"), (0.5,) * 3, (0.2,) * 3, "arrays own", None, "0")
+    sizes.clear()
+    curve = draw_portrait(target_of(model, images)).curve
+    assert curve.images == 200
+    assert curve.accuracy[-1] < curve.accuracy[0] == 1
+    assert most / 2 <= max(sizes) <= most
+
+
+# --- from Python
+
+
+def test_a_report_is_written_from_folders_or_from_what_train_returned(runs, capsys):
+    run = TrainedRun(runs / "fgsm", RunFolder(runs / "fgsm").read_record(), None)
+    assert write_report(run) == runs / "fgsm" / "report.html"
+    assert write_report(str(runs)) == runs / "report.html"
+    assert write_report([run, runs / "moat-2"], runs / "new" / "page.html") == runs / "new" / "page.html"
+    pages = [Page((runs / name).read_text()) for name in ("fgsm/report.html", "report.html", "new/page.html")]
+    assert ["run2" in page.ids for page in pages] == [False, True, True]
+    assert capsys.readouterr() == ("", "")
+    for wrong, says in ((runs / "nowhere", "is not a folder"), ([], "at least one"), (runs / "new", "holds no run")):
+        with pytest.raises(UserError, match=says):
+            write_report(wrong)
+
+
+def test_what_a_page_lacks_is_printed_if_it_is_asked_for(runs, capsys):
+    (runs / "fgsm" / "eval.json").write_text("{}")
+    for verbose, printed in ((None, False), (False, False), (True, True)):
+        write_report(runs / "fgsm", verbose=verbose)
+        assert ("eval.json can't be read" in capsys.readouterr().err) == printed
 
 
 # --- charts
@@ -464,16 +523,14 @@ def test_ticks_are_round_few_and_within_the_axis(low, span):
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
 def test_the_front_holds_those_that_no_other_beats(points):
     front = pareto(points)
-    beaten = {
-        (x, y) for x, y in points if any((a <= x and b >= y and (a, b) != (x, y)) for a, b in points)
-    }  # fmt: skip
+    beaten = {(x, y) for x, y in points if any((a <= x and b >= y and (a, b) != (x, y)) for a, b in points)}
     assert set(front) == set(points) - beaten
 
 
 @given(st.text(), st.text())
 def test_any_text_in_a_chart_is_escaped(name, label):
     drawings = [
-        line_chart([Series(name, 0, [(1.0, 2.0), (2.0, 3.0)])], x_label=label, y_label="y", x_unit=name),
+        line_chart([Series(name, 0, [(1.0, 2.0), (2.0, 3.0)])], x_label=label, y_label="y"),
         scatter([(name, 0, 1.0, 50.0)], x_label=label, y_label="y"),
         tag("text", name, title=label),
     ]
@@ -481,8 +538,22 @@ def test_any_text_in_a_chart_is_escaped(name, label):
         assert set(Page(str(drawing)).tags) <= {"div", "svg", "line", "path", "circle", "text", "rect", "g"}
 
 
-def test_charts_of_nothing_and_of_one_point_are_drawn():
-    line_chart([], x_label="x", y_label="y", x_unit="epoch")
-    line_chart([Series("a", 0, [(1.0, 0.0)])], x_label="x", y_label="y", x_unit="epoch")
-    scatter([("a", 0, 0.0, 0.0)], x_label="x", y_label="y")
-    surface([[0.0] * 3] * 3, [[0] * 3] * 3)
+def test_charts_of_nothing_and_of_one_point_are_drawn_inside_their_frame():
+    """Their axes have no length; what is on them is drawn all the same, and at numbers."""
+    one = [(1.0, 0.0)]
+    for drawing, circles in (
+        (line_chart([], x_label="x", y_label="y"), 0),
+        (line_chart([Series("a", 0, one)], x_label="x", y_label="y"), 1),
+        (line_chart([Series("a", 0, one, bold=one, marks=(one[0],))], x_label="x", y_label="y"), 1),
+        (scatter([], x_label="x", y_label="y"), 0),
+        (scatter([("a", 0, 0.0, 0.0)], x_label="x", y_label="y", front=one), 1),
+        (surface([[0.0] * 3] * 3, [[0] * 3] * 3), 1),
+    ):
+        page = Page(str(drawing))
+        assert page.tags[:2] == ["div", "svg"]
+        assert page.tags.count("circle") == circles
+        assert not re.search("nan|inf", str(drawing))
+        numbers = [float(number) for number in re.findall(r' (?:c?x|c?y|[xy][12])="([^"]+)"', str(drawing))]
+        assert all(0 <= number <= 520 for number in numbers)
+        places = re.findall(r"[ML](-?[\d.]+),(-?[\d.]+)", re.sub(r'd="M-6,[^"]*"', "", str(drawing)))
+        assert all(0 <= float(x) <= 520 and 0 <= float(y) <= 320 for x, y in places)

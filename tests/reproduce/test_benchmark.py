@@ -4,8 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from moatlab.data.loading import load_images
+from moatlab.methods.batches import stage_loss
 from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.reproduce import benchmark
+from moatlab.runtime.console import Bar
+from moatlab.runtime.device import Machine
+from moatlab.runtime.errors import RunFailed
+from moatlab.training.recipe import make_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +85,20 @@ def test_operations_are_counted_as_written_out_for_a_convolution():
     assert counts["inference"] == pytest.approx(forward)
     assert counts["attack_step"] == pytest.approx(2 * forward)
     assert counts["training_step"] == pytest.approx(2 * forward)  # the images themselves need no gradient
+
+
+def test_a_loss_that_is_not_a_number_ends_a_benchmark_with_a_sentence(monkeypatch):
+    monkeypatch.setattr("moatlab.training.trainer.stage_loss", lambda *given: stage_loss(*given) * float("nan"))
+    with pytest.raises(RunFailed, match=r"became NaN or infinite at step 1 \(epoch 1, stage fgsm"):
+        benchmark.measure_epochs(torch.device("cpu"), Bar("bench", 2.0))
+    with pytest.raises(RunFailed, match="became NaN"):
+        benchmark.seconds_per_pass(make_recipe("moat:2"), Machine(threads=1), load_images("mini"))
+
+
+def test_a_pass_is_timed_with_real_steps_of_training(monkeypatch):
+    taken = []
+    monkeypatch.setattr(benchmark, "real_step", lambda trainer, step: taken.append((trainer.method.spec, step)) or 0.5)
+    recipe = make_recipe("imoat:2,5,8", width=8)
+    seconds, has_gpu = benchmark.seconds_per_pass(recipe, Machine("cpu", 1), load_images("mini"))
+    assert taken == [("fgsm", step) for step in range(benchmark.FEW_STEPS + 1)]
+    assert (seconds, has_gpu) == (0.5 / 2 * (5000 // 128), False)

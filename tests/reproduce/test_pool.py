@@ -1,23 +1,34 @@
 """Runs given to Ray."""
 
 import json
+import logging
+import os
+import signal
 import sys
 
 import pytest
 
 from images_for_tests import tiny_images
 from moatlab.reproduce.pool import each
+from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import RunFailed, UserError
 
 OPTIONS = ("--width", 8, "--epochs", 3, "--batch-size", 16, "--threads", 1)
 
 
-def test_a_comparison_on_ray_gives_the_same_numbers_as_without(moat, alone):
-    pytest.importorskip("ray")
+def state():
+    return dict(os.environ), list(sys.path), logging.getLogger("ray").level, signal.getsignal(signal.SIGTERM)
+
+
+def test_a_comparison_on_ray_gives_the_same_numbers_as_without_and_leaves_the_process_as_it_was(moat, alone):
+    ray = pytest.importorskip("ray")
     data = tiny_images(alone / "data")
     methods = ("compare", "fgsm", "moat:2", "imoat:1,2,3", "--data", data, *OPTIONS)
     here = moat(*methods, "--out", "here", "--json")
+    before = state()
     there = moat(*methods, "--out", "there", "--on", "ray", "--json")
+    assert state() == before
+    assert not ray.is_initialized()
     assert (here.code, there.code) == (0, 0), there.err
     rows = [json.loads(ending.out)["rows"] for ending in (here, there)]
     for one, other in zip(*rows, strict=True):
@@ -38,14 +49,14 @@ def test_runs_are_given_to_ray_and_to_nothing_else(moat):
     assert "--on slurm" in ending.err
 
 
-def test_an_error_of_one_job_is_its_result_and_the_others_go_on():
+def test_an_error_of_one_job_is_its_result_and_the_others_continue():
     def work(number):
         if number == 1:
             raise RunFailed("no luck")
         return 10 * number
 
-    results = dict(each(work, [(0,), (1,), (2,)]))
+    results = dict(each(work, [(0,), (1,), (2,)], None, Machine()))
     assert (results[0], str(results[1]), results[2]) == (0, "no luck", 20)
     assert isinstance(results[1], RunFailed)
     with pytest.raises(UserError):
-        list(each(work, [(0,)], "nothing"))
+        list(each(work, [(0,)], "nothing", Machine()))

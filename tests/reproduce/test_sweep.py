@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,21 +13,26 @@ import pytest
 from moatlab.cli.publishing import split_methods
 from moatlab.data.cifar import to_records
 from moatlab.report.plots import plot_result
-from moatlab.reproduce.outcomes import WHOLE, pack, read_outcomes, steady_seconds, unpack
+from moatlab.reproduce import sweep as sweeping
+from moatlab.reproduce.outcomes import Outcome, pack, read_outcomes, steady_seconds, unpack
 from moatlab.reproduce.paper import experiment
+from moatlab.reproduce.plan import plan_sweep
 from moatlab.reproduce.results import make_result
-from moatlab.reproduce.sweep import _others, plan_sweep
-from moatlab.reproduce.tables import as_latex, as_markdown
+from moatlab.reproduce.sweep import _others, run_sweep
+from moatlab.reproduce.tables import as_text
+from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import read_json, write_json
+from moatlab.training.recipe import make_recipe
 
+KEPT = Path(__file__).parents[2] / "docs" / "results"
 # One epoch of 4 steps of a narrow model; one image for AutoAttack, whose 5,000 queries would take the longest.
 SMALL = ("--preset", "mini", "--epochs", 1, "--width", 8, "--batch-size", 1000, "--threads", 1, "--n", 6, "--n-aa", 1)
 TIMES = {"train_seconds", "steady_seconds", "seconds", "seconds_to_fgsm", "date", "command", "folder", "numbers"}
 
 
 def without_times(value):
-    """A result but for what the clock decides, and where it stands."""
+    """A result without what the clock decides, and without its place."""
     if isinstance(value, dict):
         return {name: without_times(inner) for name, inner in value.items() if name not in TIMES}
     return [without_times(inner) for inner in value] if isinstance(value, list) else value
@@ -151,7 +157,7 @@ def test_a_smaller_result_holds_on_to_the_runs_of_the_one_that_it_replaces(whole
         ended = moat(*command, "--methods", methods)
         assert ended.code == 0, ended.err
         assert [row["row"] for row in read_json(path)["rows"]] == rows
-        assert sorted(one["method"] for one in read_outcomes(path)) == ["fast", "fgsm"]
+        assert sorted(one.method for one in read_outcomes(path)) == ["fast", "fgsm"]
     assert read_json(path)["kept_runs"] == []
     assert not (alone / "anew" / "fgsm_s0").exists()
     path.write_text("{")
@@ -159,7 +165,7 @@ def test_a_smaller_result_holds_on_to_the_runs_of_the_one_that_it_replaces(whole
         "reproduce", "table2a", *SMALL, "--out", "anew", "--known", whole / "table2a.json", "--methods", "fast"
     )
     assert ended.code == 0
-    assert "it is written anew" in ended.err
+    assert "it is replaced" in ended.err
 
 
 def test_other_images_than_those_of_known_runs_are_noticed_before_anything_is_trained(whole, moat, alone):
@@ -216,10 +222,9 @@ def test_of_a_run_only_what_a_table_or_figure_shows_is_evaluated(moat, alone):
     """Figure 1 shows what runs measure by themselves, figure 3 the last epoch under attack, a table the best too."""
     command = (*SMALL, "--methods", "fgsm", "--out", "sweep", "--json")
     runs = {}
-    for name, cards in (
-        ("figure1a", []), ("figure3a", ["eval.json", "eval_aa.json"]),
-        ("table2a", ["eval.json", "eval_aa.json"]),  # fgsm of one epoch: the best one is the last one
-    ):  # fmt: skip
+    both = ["eval.json", "eval_aa.json"]
+    # fgsm of one epoch: the best one is the last one
+    for name, cards in (("figure1a", []), ("figure3a", both), ("table2a", both)):
         ended = moat("reproduce", name, *command)
         assert ended.code == 0, ended.err
         assert sorted(path.name for path in (alone / "sweep" / "fgsm_s0").glob("eval*.json")) == sorted(cards)
@@ -241,13 +246,14 @@ def test_of_a_run_only_what_a_table_or_figure_shows_is_evaluated(moat, alone):
 
 def test_claims_of_a_figure_look_at_the_runs_of_a_table_in_the_same_folder_or_in_a_known_result(tmp_path):
     """imoat:2,5,8 is no row of figure 3, and one of its claims is about it; but only at the same length."""
-    options = {"width": 8, "batch_size": 1000, "threads": 1, "images": 6, "aa_images": 1}
+    options = {"width": 8, "batch_size": 1000, "images": 6, "aa_images": 1}
     sweep = plan_sweep(experiment("figure3a"), "mini", epochs=3, **options)
     recipe = sweep.recipe_of("imoat:2,5,8", 0)
-    outcome = dict.fromkeys([*WHOLE, "last"]) | {"recipe_sha256": recipe.sha256, "images": 6, "aa_images": 1, "seed": 0}
+    kept = json.loads((KEPT / "table2a-mini.json").read_text())["runs"][0]
+    outcome = Outcome(**kept | {"recipe_sha256": recipe.sha256, "images": 6, "aa_images": 1})
     assert _others(sweep, tmp_path, [outcome]) == {"imoat:2,5,8": [outcome]}
     (tmp_path / "imoat-2-5-8_s0").mkdir()
-    write_json(tmp_path / "imoat-2-5-8_s0" / "outcome.json", outcome)
+    write_json(tmp_path / "imoat-2-5-8_s0" / "outcome.json", outcome.as_dict())
     assert _others(sweep, tmp_path, []) == {"imoat:2,5,8": [outcome]}
     assert _others(plan_sweep(experiment("figure3a"), "mini", epochs=6, **options), tmp_path, [outcome]) == {}
 
@@ -260,31 +266,27 @@ def test_a_file_that_is_no_result_is_not_known(whole, moat):
 
 
 def test_seconds_of_two_machines_are_not_compared_and_runs_on_other_images_are_refused(whole):
-    result = read_json(whole / "table2a.json")
-    rows = experiment("table2a").rows[:1], experiment("table2a").rows[1:2]
-    outcomes = dict(zip([(rows[0][0], 0), (rows[1][0], 0)], result["runs"], strict=True))
-    facts = {"seeds": [0]}
+    runs = read_json(whole / "table2a.json")["runs"]
+    sweep = plan_sweep(experiment("table2a"), "mini", methods=["fgsm", "fast"])
 
     def made(others=None):
-        return make_result(
-            experiment("table2a"), [rows[0][0], rows[1][0]], outcomes, others=others or {}, kept=[], failures=[],
-            facts=facts,
-        )  # fmt: skip
+        outcomes = dict(zip(sweep.jobs, (Outcome(**run) for run in runs), strict=True))
+        return make_result(sweep, outcomes, whole, others={"kim": [Outcome(**others)]} if others else {})
 
     assert made()["rows"][1]["cost"]["seconds_to_fgsm"] > 0
-    elsewhere = json.loads(json.dumps(result["runs"][1]))
+    elsewhere = json.loads(json.dumps(runs[1]))
     elsewhere["environment"]["cpu"] = "another"
-    assert made({"kim": [elsewhere]})["rows"] == made()["rows"]  # what is no row here has no say
-    assert made({"kim": [elsewhere]})["machines"] == made()["machines"]
+    assert made(elsewhere)["rows"] == made()["rows"]  # what is no row here does not count
+    assert made(elsewhere)["machines"] == made()["machines"]
     elsewhere["data"]["sha256"] = "0"
-    claims = {claim["name"]: claim["numbers"] for claim in made({"kim": [elsewhere]})["claims"]}
+    claims = {claim["name"]: claim["numbers"] for claim in made(elsewhere)["claims"]}
     assert claims["kim-holds"] == "not measured: kim"
-    result["runs"][0]["environment"]["cpu"] = "another"
+    runs[0]["environment"]["cpu"] = "another"
     assert made()["rows"][1]["cost"]["seconds_to_fgsm"] is None
     assert len(made()["machines"]) == 2
-    result["runs"][0]["environment"]["precision"] = "bf16"
+    runs[0]["environment"]["precision"] = "bf16"
     assert any("bf16" in name for name in made()["machines"])
-    result["runs"][0]["data"]["sha256"] = "0"
+    runs[0]["data"]["sha256"] = "0"
     with pytest.raises(UserError, match="trained on different images"):
         made()
 
@@ -300,11 +302,11 @@ def test_pictures_are_drawn_of_any_rows_that_a_user_adds(whole, tmp_path):
 def test_a_cycle_in_a_table_does_not_break_it(whole):
     result = read_json(whole / "table2a.json")
     result["rows"][0]["row"] = "cutmix | fast | pgd:2"
-    lines = [line for line in as_markdown(result).splitlines() if line.startswith("| `cutmix")]
+    lines = [line for line in as_text(result, "md").splitlines() if line.startswith("| `cutmix")]
     assert [len(re.findall(r"(?<!\\)\|", line)) for line in lines] == [12]
-    assert r"cutmix \textbar{} fast" in as_latex(result)
+    assert r"cutmix \textbar{} fast" in as_text(result, "tex")
     result["rows"][0]["row"] = "my_stage"
-    assert r"\texttt{my\_stage}" in as_latex(result)
+    assert r"\texttt{my\_stage}" in as_text(result, "tex")
 
 
 def test_a_sweep_folder_of_another_recipe_is_refused_before_anything_is_done(whole, moat):
@@ -316,6 +318,75 @@ def test_a_sweep_folder_of_another_recipe_is_refused_before_anything_is_done(who
     assert "was started with lr = 0.2, not 0.1" in ended.err
 
 
+# --- from Python
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a run was trained")
+
+    monkeypatch.setattr(sweeping, "train_recipe", refuse)
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize("path", sorted(KEPT.glob("*a-mini*.json")), ids=lambda path: path.stem)
+def test_every_run_of_a_kept_result_is_known_and_none_is_trained_again(path, tmp_path):
+    kept, first = read_json(path), read_outcomes(path)[0]
+    usual = make_recipe(first.method, preset=kept["preset"]).model_dump(mode="json")
+    fixed = {"method", "data", "schedule", "seed", "on_collapse"}
+    options = {name: value for name, value in first.recipe.items() if name not in fixed and value != usual[name]}
+    sweep = plan_sweep(
+        experiment(kept["experiment"]),
+        kept["preset"],
+        seeds=len(kept["seeds"]),
+        methods=[row["row"] for row in kept["rows"]],
+        images=first.images,
+        aa_images=first.aa_images,
+        **options,
+    )
+    assert len(sweep.jobs) == len(kept["runs"])
+    result = run_sweep(sweep, tmp_path / "out", known=[path])
+    for name in ("rows", "best_rows", "setting", "images", "data", "machines", "failures", "runs"):
+        assert result[name] == kept[name]
+    assert result["made"] == ["an earlier commit, date not recorded"]
+    assert all(run["environment"]["threads"] in (1, 2) for run in result["runs"])
+    assert not list((tmp_path / "out").glob("*/"))
+
+
+@pytest.mark.usefixtures("no_training")
+def test_from_python_no_command_line_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pytest", "--some", "option"])
+    sweep = plan_sweep(experiment("figure1a"), "mini", methods=["fgsm"])
+    result = run_sweep(sweep, tmp_path, known=[KEPT / "figure1a-mini.json"])
+    assert result["command"] is None
+    assert "`from Python`" in as_text(result, "md")
+    result = run_sweep(sweep, tmp_path, known=[KEPT / "figure1a-mini.json"], command="moat reproduce figure1a")
+    assert "`moat reproduce figure1a`" in as_text(result, "md")
+
+
+@pytest.mark.usefixtures("aloud")
+def test_runs_for_a_cluster_elsewhere_are_neither_timed_nor_refused_here(tmp_path, monkeypatch, capsys):
+    """The head node may have no GPU; the cluster's machines may have some."""
+    asked = []
+
+    def each(_work, jobs, on, machine):
+        asked.append((len(jobs), on, machine))
+        return iter([(number, UserError("not here")) for number in range(len(jobs))])
+
+    monkeypatch.setattr(sweeping, "each", each)
+    monkeypatch.setattr(sweeping, "seconds_per_pass", None)  # whoever calls it fails
+    sweep = plan_sweep(experiment("table2a"), "mini", methods=["fgsm"], epochs=100_000)
+    result = run_sweep(sweep, tmp_path, on="ray:10.0.0.1:6379", machine=Machine(threads=3))
+    assert asked == [(1, "ray:10.0.0.1:6379", Machine(threads=3))]
+    assert [failure["message"] for failure in result["failures"]] == ["not here"]
+    assert "the time on ray:10.0.0.1:6379 is not estimated" in capsys.readouterr().err
+    monkeypatch.setattr(sweeping, "seconds_per_pass", lambda *_: (10.0, False))
+    for here in (None, "ray"):  # a Ray cluster of this machine has no other GPUs
+        with pytest.raises(UserError, match="which has no GPU"):
+            run_sweep(sweep, tmp_path / "here", on=here)
+
+
 # --- plans
 
 
@@ -324,10 +395,8 @@ def test_the_plan_of_table1b_lists_the_ten_rows_of_the_paper_with_their_recipes_
     assert ended.code == 0
     plan = json.loads(ended.out)
     passes = {row["row"]: row["passes"] for row in plan["rows"]}
-    assert passes == {
-        "fgsm": 400, "fast": 400, "gradalign": 700, "kim": 600, "pgd:2": 600, "pgd:7": 1600, "moat:2": 402,
-        "imoat:1,2,3": 403, "moat:5": 603, "imoat:2,5,8": 606,
-    }  # fmt: skip
+    assert list(passes) == list(experiment("table1b").paper)
+    assert list(passes.values()) == [400, 400, 700, 600, 600, 1600, 402, 403, 603, 606]
     for row in plan["rows"]:
         recipe = row["recipe"]
         assert (recipe["data"], recipe["schedule"], recipe["eps"]) == ("cifar100", "stepwise", "8/255")
@@ -355,8 +424,8 @@ def test_seeds_and_methods_choose_the_runs():
     assert [row.in_paper for row in sweep.rows] == [True, False]
     assert ", 21 epochs, " in sweep.setting
     assert ", 200 or 201 epochs, " in plan_sweep(experiment("table1a"), "paper").setting
-    assert (sweep.images, sweep.aa_images) == (500, 200)
-    assert plan_sweep(experiment("table2a"), "mini", images=50).aa_images == 50
+    assert (sweep.asked.images, sweep.asked.aa_images) == (500, 200)
+    assert plan_sweep(experiment("table2a"), "mini", images=50).asked.aa_images == 50
 
 
 def test_methods_are_split_at_spaces_but_not_inside_a_cycle():

@@ -23,7 +23,8 @@ HERE = Path(__file__).parents[1]
 def torchrun(here, *arguments, options=()):
     """Two processes by torchrun, each on any core."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
-    environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{here}", "OMP_NUM_THREADS": "1"}
+    paths = [str(HERE), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, "-m", *map(str, arguments)], cwd=here, env=environment, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, start_new_session=True,

@@ -1,6 +1,7 @@
 """What goes out into the world answers as the model does."""
 
 import json
+import logging
 import re
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from images_for_tests import tiny_images
-from moatlab.data.batches import as_floats
-from moatlab.evaluation.target import load_subject
-from moatlab.models import BUILT_IN, build_model, load
-from moatlab.sharing.export import to_robustbench
+from moatlab.data.images import as_floats
+from moatlab.evaluation.target import load_target
+from moatlab.models.registry import BUILT_IN, build_model, load
+from moatlab.runtime.errors import RunFailed
+from moatlab.sharing.onnx_graph import onnx_files
+from moatlab.sharing.robustbench import to_robustbench
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 
@@ -33,7 +36,7 @@ def metadata(readme):
     return yaml.safe_load(found[1])
 
 
-def test_safetensors_are_those_of_the_run_with_a_model_card_that_tells_how_robust_it_is(run, moat):
+def test_safetensors_are_those_of_the_run_with_a_model_card_that_shows_how_robust_it_is(run, moat):
     assert moat("eval", run, "--attacks", "pgd50", "--n", 16).code == 0
     ending = moat("export", run, "--format", "safetensors", "--json")
     assert [name.rpartition("/")[2] for name in json.loads(ending.out)["files"]] == ["model.safetensors", "README.md"]
@@ -44,9 +47,8 @@ def test_safetensors_are_those_of_the_run_with_a_model_card_that_tells_how_robus
     assert (card["library_name"], card["pipeline_tag"]) == ("moatlab", "image-classification")
     (result,) = card["model-index"][0]["results"]
     accuracy = json.loads((run / "eval.json").read_text())["results"]["pgd50"]["accuracy"]
-    assert {"type": "accuracy", "name": "accuracy under pgd50 (L-inf, eps 8/255)", "value": 100 * accuracy} in result[
-        "metrics"
-    ]
+    title = "accuracy under pgd50 (L-inf, eps 8/255)"
+    assert {"type": "accuracy", "name": title, "value": 100 * accuracy} in result["metrics"]
 
 
 def test_a_model_that_was_not_evaluated_says_so_on_its_card(run, moat):
@@ -67,16 +69,32 @@ def test_an_onnx_graph_answers_as_the_model_does_in_batches_of_any_size(run, moa
     ending = moat("export", run, "--format", "onnx")
     assert ending.code == 0, ending.err
     session = onnxruntime.InferenceSession(str(run / "export-onnx" / "model.onnx"))
-    subject = load_subject(run)
+    target = load_target(run)
     for count in (1, 5, 20):
-        images = as_floats(subject.images.test_x[:count]).contiguous()
+        images = as_floats(target.images.test_x[:count]).contiguous()
         (logits,) = session.run(["logits"], {"images": images.numpy()})
         with torch.no_grad():
-            assert np.abs(logits - subject.model(images).numpy()).max() < 1e-4
+            assert np.abs(logits - target.model(images).numpy()).max() < 1e-4
+
+
+def test_an_export_to_onnx_leaves_the_log_level_of_pytorch_as_it_was():
+    pytest.importorskip("onnxruntime")
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    try:
+        logger.setLevel(logging.INFO)
+        graph = onnx_files(nn.Sequential(nn.Flatten(), nn.Linear(12, 2)), [2, 2, 3])["model.onnx"]
+        assert logger.level == logging.INFO
+        with pytest.raises(RunFailed, match="can't be exported to ONNX"):
+            onnx_files(nn.Linear(5, 2), [2, 2, 3])
+        assert logger.level == logging.INFO
+    finally:
+        logger.setLevel(before)
+    assert graph
 
 
 class Block(nn.Module):
-    """RobustBench's PreActBlock (`raw`) and PreActBlockV2, stated anew."""
+    """RobustBench's PreActBlock (`raw`) and PreActBlockV2, written independently."""
 
     def __init__(self, inputs, outputs, stride, activated):
         super().__init__()
@@ -145,13 +163,11 @@ def test_robustbenchs_module_takes_the_exported_weights_and_answers_alike(shortc
     ],
 )
 def test_robustbench_has_one_preact_resnet_and_others_are_refused_in_a_sentence(changed, says):
-    described = {
-        "model": "preact_resnet18", "image_shape": [32, 32, 3], "data": "cifar100",
-        "arguments": {"width": 64, "shortcut": "raw", "final_norm": True}, **changed,
-    }  # fmt: skip
+    arguments = {"width": 64, "shortcut": "raw", "final_norm": True}
+    described = {"model": "preact_resnet18", "image_shape": [32, 32, 3], "data": "cifar100", "arguments": arguments}
     model = BUILT_IN["preact_resnet18"](classes=10, width=8)
     with pytest.raises(Exception, match=says):
-        to_robustbench(model, described)
+        to_robustbench(model, described | changed)
 
 
 def test_what_cannot_be_exported_is_refused_in_a_sentence(run, moat, monkeypatch):

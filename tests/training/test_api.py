@@ -13,18 +13,19 @@ from torch import nn
 
 import moatlab
 from images_for_tests import tiny_images
-from moatlab.attacks.first_order import uniform_in_ball
-from moatlab.attacks.norms import distance
-from moatlab.data import load_images
+from moatlab.attacks.norms import Threat, distance
 from moatlab.data.batches import Batches
+from moatlab.data.loading import load_images
 from moatlab.evaluation.target import model_sha256
-from moatlab.methods.language import STAGES, Stage
-from moatlab.methods.stages import BATCH_STAGES, Context, stage_loss
-from moatlab.models import BUILT_IN, build_model
+from moatlab.methods.batches import stage_loss
+from moatlab.methods.context import Context
+from moatlab.methods.language import Stage
+from moatlab.methods.stages import STAGES
+from moatlab.models.registry import BUILT_IN, build_model
 from moatlab.models.weights import read_weights
+from moatlab.runtime.device import choose_device
 from moatlab.runtime.errors import UserError
 from moatlab.training.recipe import load_recipe, make_recipe
-from moatlab.training.setup import choose_device
 
 # --- models
 
@@ -259,7 +260,7 @@ def test_a_pair_of_tensors_trains_a_model_of_the_users_own():
 
 def test_draws_in_the_l2_ball_fill_it_evenly():
     x = torch.zeros(4000, 1, 1, 3)
-    noise = uniform_in_ball(x, 0.5, "l2", torch.Generator().manual_seed(0))
+    noise = Threat("l2", 0.5).noise(x, torch.Generator().manual_seed(0))
     lengths = distance(noise, "l2")
     assert float(lengths.max()) <= 0.5 + 1e-6
     assert abs(float((lengths < 0.25).float().mean()) - 1 / 8) < 0.02  # of a ball in three dimensions
@@ -278,7 +279,7 @@ def test_stages_stay_inside_the_l2_ball(stage):
 
     name, _, value = stage.partition(":")
     only = Stage(name, (float(value) if name == "gradalign" else int(value or 3),) if value or name == "kim" else ())
-    context = Context(model, forward, 0.3, torch.Generator().manual_seed(1), 5, norm="l2")
+    context = Context(model, forward, Threat("l2", 0.3), torch.Generator().manual_seed(1), 5)
     stage_loss(only, context, x, y)
     (made,) = seen
     assert float(distance(made - x, "l2").max()) <= 0.3 + 1e-5
@@ -332,7 +333,7 @@ def test_a_stages_name_must_be_free_and_plain():
         moatlab.add_stage("blank", stage)  # as when a module is loaded again
         assert str(moatlab.parse_method("blank | pgd:2")) == "blank | pgd:2"
     finally:
-        del STAGES["blank"], BATCH_STAGES["blank"]
+        del STAGES["blank"]
 
 
 def test_a_gpu_without_a_number_is_given_one_and_several_processes_take_their_own(monkeypatch):
@@ -355,7 +356,7 @@ def test_a_radius_is_a_number_or_a_text_and_attacks_a_list_or_a_text():
     x, y = torch.randint(256, (40, 4, 4, 3), dtype=torch.uint8), torch.arange(40) % 4
     run = moatlab.train(model, (x, y), method="fgsm", eps=8 / 255, epochs=1, batch_size=12, out="run")
     assert run.record.status == "finished"
-    assert load_recipe(Path("run/recipe.toml")).eps_value == 8 / 255
+    assert load_recipe(Path("run/recipe.toml")).threat.eps == 8 / 255
     results = [
         moatlab.evaluate(model, x, y, attacks=attacks, eps=eps)
         for attacks, eps in ((["fgsm", "pgd7"], 8 / 255), ("fgsm, pgd7", "8/255"))

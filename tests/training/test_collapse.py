@@ -10,9 +10,9 @@ from moatlab.methods.language import parse_method
 from moatlab.runtime.errors import NotWritten, RunFailed
 from moatlab.runtime.files import read_json
 from moatlab.training import trainer
+from moatlab.training.api import train_recipe as train
 from moatlab.training.recipe import make_recipe
 from moatlab.training.run_folder import RunFolder
-from moatlab.training.trainer import train
 
 GOOD, LOST = {"fgsm": 0.30, "pgd7": 0.28, "alignment": 0.9}, {"fgsm": 0.60, "pgd7": 0.01, "alignment": 0.05}
 
@@ -39,7 +39,7 @@ def told(monkeypatch):
 @pytest.fixture
 def small(tiny):
     def recipe(method="fgsm", **options):
-        fields = {"data": str(tiny), "width": 8, "epochs": 6, "batch_size": 32, "holdout": 16, "lr": 0.05, "threads": 1}
+        fields = {"data": str(tiny), "width": 8, "epochs": 6, "batch_size": 32, "holdout": 16, "lr": 0.05}
         return make_recipe(method, preset="small", **(fields | options))
 
     return recipe
@@ -57,6 +57,7 @@ def stages(folder):
     return [line["stage"] for line in RunFolder(folder).read_metrics()]
 
 
+@pytest.mark.usefixtures("aloud")
 def test_warn_tells_of_it_once_and_changes_no_bit(small, told, tmp_path, capsys):
     train(small(), tmp_path / "plain")
     told(GOOD, GOOD, LOST, LOST, LOST, LOST)
@@ -170,7 +171,7 @@ def test_a_checkpoint_that_could_not_be_written_does_not_change_what_a_rollback_
         def keep(*_arguments):
             raise NotWritten("the disk at / is full")
 
-        full.setattr(trainer, "keep_progress", keep)
+        full.setattr("moatlab.training.saving.save_checkpoint", keep)
         told(*course[2:])
         with pytest.raises(RunFailed):
             train(small(on_collapse="rollback"), tmp_path / "run", resume=True)

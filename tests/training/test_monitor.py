@@ -4,11 +4,12 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moatlab.data.batches import as_floats
+from moatlab.data.images import as_floats
 from moatlab.methods.language import parse_method
 from moatlab.runtime.randomness import generator, key
-from moatlab.training.monitor import collapsed_at as collapsed_at_checks
-from moatlab.training.monitor import judge, measure
+from moatlab.training.collapse import collapsed_at as collapsed_at_checks
+from moatlab.training.collapse import judge
+from moatlab.training.monitor import measure
 from models_for_tests import small_network
 
 ONE_STAGE, CYCLE = parse_method("fgsm"), parse_method("moat:2")
@@ -186,3 +187,13 @@ def test_keys_are_fixed_for_ever_and_share_nothing_between_neighbours():
     keys = {key(seed, purpose, step) for seed in range(20) for purpose in ("order", "stage") for step in range(50)}
     assert len(keys) == 2000
     assert key(1, "order", 12) != key(11, "order", 2)
+
+
+def test_float_images_are_measured_as_the_bytes_that_they_were_and_left_as_they_are():
+    model = small_network().eval()
+    x, y = torch.randint(256, (9, 4, 4, 3), dtype=torch.uint8), torch.arange(9) % 3
+    floats = as_floats(x).contiguous()
+    before = floats.clone()
+    measured = measure(model, floats, y, eps="8/255", seed=0)
+    assert torch.equal(floats, before)
+    assert measured == measure(model, x, y, eps=8 / 255, seed=0)

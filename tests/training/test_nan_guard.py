@@ -1,21 +1,22 @@
 """Losses, gradients and weights that are not finite: reported, kept out, or skipped."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import moatlab
-from moatlab.methods import stages
+from moatlab.methods.stages import STAGES
 from moatlab.runtime.device import same_bits
 from moatlab.runtime.errors import RunFailed
 from moatlab.runtime.files import read_json
 from moatlab.training import nan_guard
+from moatlab.training.api import train_recipe as train
 from moatlab.training.nan_guard import all_finite
 from moatlab.training.recipe import make_recipe
 from moatlab.training.run_folder import RunFolder
-from moatlab.training.trainer import Run, train
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def small(tiny):
     """5 steps an epoch."""
 
     def recipe(method="standard", **options):
-        fields = {"data": str(tiny), "width": 8, "epochs": 2, "batch_size": 16, "holdout": 0, "lr": 0.05, "threads": 1}
+        fields = {"data": str(tiny), "width": 8, "epochs": 2, "batch_size": 16, "holdout": 0, "lr": 0.05}
         return make_recipe(method, preset="small", **(fields | options))
 
     return recipe
@@ -40,7 +41,7 @@ def poisoned(monkeypatch):
             count[0] += 1
             return (x * torch.nan if count[0] in steps else x), y
 
-        monkeypatch.setitem(stages.BATCH_STAGES, "standard", standard)
+        monkeypatch.setitem(STAGES, "standard", replace(STAGES["standard"], code=standard))
 
     return poison
 
@@ -114,10 +115,10 @@ def test_where_asking_costs_time_it_is_asked_now_and_then_and_weights_are_kept_m
     small, poisoned, tmp_path, monkeypatch, on_nan
 ):
     """As on a GPU: the answer is read every third step only."""
-    monkeypatch.setattr(nan_guard.Guard, "is_time_to_look", lambda _self, step: (step + 1) % 3 == 0)
+    monkeypatch.setattr(nan_guard.NanGuard, "is_time_to_look", lambda _self, step: (step + 1) % 3 == 0)
     looks = []
-    real = Run.look
-    monkeypatch.setattr(Run, "look", lambda self: looks.append(self.progress.step) or real(self))
+    real = nan_guard.NanGuard.look
+    monkeypatch.setattr(nan_guard.NanGuard, "look", lambda self: looks.append(self.progress.step) or real(self))
     poisoned(1)
     recipe = small(on_nan=on_nan, epochs=1)
     if on_nan == "stop":
@@ -146,7 +147,7 @@ def test_a_model_that_fails_in_the_middle_of_a_run_is_told_in_a_sentence(small, 
             raise KeyError("a table\nof many lines")
         return x, y
 
-    monkeypatch.setitem(stages.BATCH_STAGES, "standard", fails)
+    monkeypatch.setitem(STAGES, "standard", replace(STAGES["standard"], code=fails))
     with pytest.raises(RunFailed, match=r"step \d+ \(epoch .*failed \(KeyError: 'a table"):
         train(small(epochs=20), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
@@ -159,7 +160,7 @@ def test_deterministic_kernels_are_asked_for_inside_and_not_afterwards(small, tm
         modes.append(torch.get_deterministic_debug_mode())
         return x, y
 
-    monkeypatch.setitem(stages.BATCH_STAGES, "standard", standard)
+    monkeypatch.setitem(STAGES, "standard", replace(STAGES["standard"], code=standard))
     before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     train(small(), tmp_path / "default", max_steps=1)
     train(small(deterministic=True), tmp_path / "strict", max_steps=1)
@@ -205,7 +206,7 @@ def test_a_statistic_that_a_model_assigns_anew_is_put_back_too(poisoned, tmp_pat
     x = torch.randint(256, (88, 8, 8, 3), dtype=torch.uint8)
     y = torch.arange(88) % 4
     data = (x[:80], y[:80]), (x[80:], y[80:])
-    options = {"method": "standard", "eps": "8/255", "epochs": 2, "batch_size": 16, "lr": 0.05, "threads": 1}
+    options = {"method": "standard", "eps": "8/255", "epochs": 2, "batch_size": 16, "lr": 0.05}
     poisoned(3)
     run = moatlab.train(Assigned(), data, **options, on_nan="skip", out=tmp_path / "run")
     assert run.model.mean.isfinite().all()

@@ -13,9 +13,9 @@ from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.runtime.device import Autocast, choose_precision
 from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.training import nan_guard
+from moatlab.training.api import train_recipe as train
 from moatlab.training.recipe import make_recipe
-from moatlab.training.setup import prepare
-from moatlab.training.trainer import train
+from moatlab.training.setup import Session
 
 
 def test_auto_is_full_precision_on_a_cpu():
@@ -89,7 +89,7 @@ def test_where_weights_are_differentiated_too_their_gradients_are_not_scaled():
 
 
 def test_a_first_step_that_overflows_in_fp16_leaves_weights_and_momentum_as_they_were(short):
-    session = prepare(short("fp16"), None, continuing=False)
+    session = Session(recipe := short("fp16"), torch.device("cpu"), moatlab.load_images(recipe.data))
     before = [parameter.detach().clone() for parameter in session.model.parameters()]
     for parameter in session.model.parameters():
         parameter.grad = torch.full_like(parameter, torch.inf)

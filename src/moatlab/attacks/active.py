@@ -1,7 +1,5 @@
 """The active set. An example may be tried in several ways side by side, and leaves when one of them succeeds."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -12,10 +10,10 @@ def side_by_side(tries: int, *states: Tensor) -> tuple[Tensor, ...]:
     return rows, *(torch.cat([state] * tries) if tries > 1 else state for state in states)
 
 
-def fallen(wrong: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """For each of `count` examples that fell the position of its first row that did; and the rows of those that stand.
+def first_broken(wrong: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """For each of `count` examples that is broken the position of its first row that is; and the rows of the others.
 
-    What falls is the example: with it go its other tries.
+    A broken example leaves with all of its tries.
     """
     first = torch.full((count,), len(wrong), device=wrong.device)
     first.scatter_reduce_(0, rows[wrong], wrong.nonzero().squeeze(1), "amin")

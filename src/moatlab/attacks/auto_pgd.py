@@ -1,16 +1,14 @@
 """Auto-PGD: gradient ascent with momentum that finds its own step size. Croce and Hein, 2020."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from moatlab.attacks.active import fallen, side_by_side
-from moatlab.attacks.draws import Draws, start_on_sphere
+from moatlab.attacks.active import first_broken, side_by_side
+from moatlab.attacks.draws import Draws
 from moatlab.attacks.losses import cross_entropy, dlr, is_wrong, targeted_dlr
-from moatlab.attacks.norms import Norm, per_image, project, steepest
+from moatlab.attacks.norms import Norm, Threat, per_image
 from moatlab.attacks.probe import Probe, as_probe
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"ce": cross_entropy, "dlr": dlr, "targeted-dlr": targeted_dlr}
@@ -22,7 +20,7 @@ def apgd(
     x: Tensor,
     y: Tensor,
     *,
-    eps: float,
+    eps: float | str,
     norm: Norm = "linf",
     loss: str = "ce",
     ranks: Sequence[int] = (2,),
@@ -38,12 +36,12 @@ def apgd(
     At a growing frequency an example is checked. If its loss rose in at most 3/4 of the steps since the last check, or
     its best loss has not changed since then although a was kept, then a is halved and z goes back to the best point.
     """
-    probe = as_probe(model)
+    probe, threat = as_probe(model), Threat.of(eps, norm)
     draws = draws or Draws.numbered(0, len(x))
     criterion = LOSSES[loss]
     ranks = ranks if loss == "targeted-dlr" else (2,)
     targets = classes_of_ranks(probe.logits(x), ranks) if loss == "targeted-dlr" else None
-    starts = [start_on_sphere(x, eps, norm, draws, f"apgd {loss}", rank, restart) for rank in ranks]
+    starts = [draws.on_sphere(x, threat, f"apgd {loss}", rank, restart) for rank in ranks]
     z = torch.cat(starts).clamp_(0, 1)
     found = x.clone()
     rows, x, y = side_by_side(len(ranks), x, y)
@@ -53,20 +51,20 @@ def apgd(
     best, best_gradient, best_loss = z, gradient, criterion(logits, *labels)
     best_then, last_loss = best_loss, torch.zeros_like(best_loss)  # the authors' code compares the first loss with 0
     rises, halved = torch.zeros_like(best_loss), torch.ones_like(best_loss, dtype=torch.bool)
-    size = torch.full_like(best_loss, 2 * eps)
+    size = torch.full_like(best_loss, 2 * threat.eps)
     checks = check_steps(steps)
 
     for step in range(1, steps + 2):
         wrong = is_wrong(logits, y)
         if wrong.any():
-            hits, standing = fallen(wrong, rows, len(found))
+            hits, left = first_broken(wrong, rows, len(found))
             found[rows[hits]] = z[hits]
-            labels = tuple(label[standing] for label in labels)
+            labels = tuple(label[left] for label in labels)
             rows, x, y, z, before, gradient, best, best_gradient = (
-                state[standing] for state in (rows, x, y, z, before, gradient, best, best_gradient)
+                state[left] for state in (rows, x, y, z, before, gradient, best, best_gradient)
             )
             best_loss, best_then, last_loss, rises, halved, size = (
-                state[standing] for state in (best_loss, best_then, last_loss, rises, halved, size)
+                state[left] for state in (best_loss, best_then, last_loss, rises, halved, size)
             )
         if step > steps or not len(rows):
             break
@@ -80,8 +78,8 @@ def apgd(
             halved, best_then, rises = stuck, best_loss, torch.zeros_like(rises)
 
         along = MOMENTUM if step > 1 else 1.0
-        u = project(z + per_image(size) * steepest(gradient, norm), x, eps, norm)
-        z, before = project(z + along * (u - z) + (1 - along) * (z - before), x, eps, norm), z
+        u = threat.project(z + per_image(size) * threat.steepest(gradient), x)
+        z, before = threat.project(z + along * (u - z) + (1 - along) * (z - before), x), z
 
         if step == steps:  # nothing follows the last iterate: its logits are enough
             logits = probe.logits(z)

@@ -1,14 +1,13 @@
 """Random numbers for evaluation: functions of the seed, their purpose and the number of the example, nothing else."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from moatlab.attacks.norms import Norm, unit
+from moatlab.attacks.norms import Threat, unit
 from moatlab.runtime.randomness import generator
 
 BLOCK, BLOCK_NUMBERS = 128, 2**22  # examples that share a generator; fewer of large images
@@ -18,7 +17,7 @@ BLOCK, BLOCK_NUMBERS = 128, 2**22  # examples that share a generator; fewer of l
 class Draws:
     """The draws of some examples, named by their numbers in the data set.
 
-    Batch size, chunk, order, shard and which examples are still standing change no draw. They are made on the CPU, so
+    Batch size, chunk, order, shard and which examples are still robust change no draw. They are made on the CPU, so
     the device changes none either.
     """
 
@@ -26,11 +25,11 @@ class Draws:
     examples: Tensor  # int64, on the CPU
 
     @classmethod
-    def numbered(cls, seed: int, count: int) -> Draws:
+    def numbered(cls, seed: int, count: int) -> Self:
         return cls(seed, torch.arange(count))
 
-    def of(self, rows: Tensor) -> Draws:
-        return Draws(self.seed, self.examples[rows.cpu()])
+    def of(self, rows: Tensor) -> Self:
+        return replace(self, examples=self.examples[rows.cpu()])
 
     def each(self, purpose: str, shape: tuple[int, ...], *counters: int, normal: bool = False) -> Tensor:
         """U(0, 1), or N(0, 1), of the given shape for each example. A whole block is drawn for any of its examples."""
@@ -50,19 +49,15 @@ class Draws:
         numbers: list[float] = torch.rand(count, generator=draws, dtype=torch.float32, device="cpu").tolist()
         return numbers
 
+    def in_ball(self, x: Tensor, threat: Threat, purpose: str, *counters: int) -> Tensor:
+        """x plus noise that is uniform in the ball."""
+        shape = tuple(x.shape[1:])
+        if threat.norm == "linf":
+            return x + (2 * threat.eps * self.each(purpose, shape, *counters) - threat.eps).to(x)
+        normal = self.each(purpose, shape, *counters, normal=True)
+        return x + threat.fill(normal, self.each(f"{purpose} radius", (), *counters)).to(x)
 
-def start_in_ball(x: Tensor, eps: float, norm: Norm, draws: Draws, purpose: str, *counters: int) -> Tensor:
-    """x plus noise that is uniform in the ball."""
-    shape = tuple(x.shape[1:])
-    if norm == "linf":
-        return x + (2 * eps * draws.each(purpose, shape, *counters) - eps).to(x)
-    direction = unit(draws.each(purpose, shape, *counters, normal=True), norm)
-    radius = eps * draws.each(f"{purpose} radius", (1, 1, 1), *counters) ** (1 / x[0].numel())
-    return x + (radius * direction).to(x)
-
-
-def start_on_sphere(x: Tensor, eps: float, norm: Norm, draws: Draws, purpose: str, *counters: int) -> Tensor:
-    """x plus noise of norm eps, as Auto-PGD starts: uniform noise (L-inf) or Gaussian noise (L2), scaled."""
-    shape = tuple(x.shape[1:])
-    noise = draws.each(purpose, shape, *counters, normal=norm == "l2")
-    return x + eps * unit((2 * noise - 1 if norm == "linf" else noise).to(x), norm)
+    def on_sphere(self, x: Tensor, threat: Threat, purpose: str, *counters: int) -> Tensor:
+        """x plus noise of norm eps, as Auto-PGD starts: uniform noise (L-inf) or Gaussian noise (L2), scaled."""
+        noise = self.each(purpose, tuple(x.shape[1:]), *counters, normal=threat.norm == "l2")
+        return x + threat.eps * unit((2 * noise - 1 if threat.norm == "linf" else noise).to(x), threat.norm)

@@ -1,16 +1,14 @@
 """FAB: the nearest point on the other side of the decision boundary. Croce and Hein, 2020 (targeted version)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from moatlab.attacks.active import fallen, side_by_side
+from moatlab.attacks.active import first_broken, side_by_side
 from moatlab.attacks.auto_pgd import classes_of_ranks
 from moatlab.attacks.losses import is_wrong, logit_gap
-from moatlab.attacks.norms import Norm, distance, per_image
+from moatlab.attacks.norms import Norm, Threat, distance, per_image
 from moatlab.attacks.probe import Probe, as_probe
 
 ALPHA_MAX, ETA, BETA = 0.1, 1.05, 0.9
@@ -21,7 +19,7 @@ def fab(
     x: Tensor,
     y: Tensor,
     *,
-    eps: float,
+    eps: float | str,
     norm: Norm = "linf",
     ranks: Sequence[int] = (2,),
     steps: int = 100,
@@ -36,7 +34,7 @@ def fab(
 
     and an iterate that fools the model is pulled back: z <- x + 0.9 (z - x).
     """
-    probe = as_probe(model)
+    probe, threat = as_probe(model), Threat.of(eps, norm)
     target = classes_of_ranks(probe.logits(x), ranks)
     found = x.clone()
     rows, x, y = side_by_side(len(ranks), x, y)
@@ -51,12 +49,12 @@ def fab(
         z = ((1 - alpha) * (z + ETA * d1) + alpha * (x + ETA * d2)).clamp_(0, 1)
 
         wrong = is_wrong(probe.logits(z), y)
-        hit = wrong & (distance(z - x, norm) <= eps)
+        hit = wrong & (distance(z - x, norm) <= threat.eps)
         z, crossed = torch.where(per_image(wrong), x + BETA * (z - x), z), z
         if hit.any():
-            hits, standing = fallen(hit, rows, len(found))
+            hits, left = first_broken(hit, rows, len(found))
             found[rows[hits]] = crossed[hits]
-            rows, x, y, target, z = (state[standing] for state in (rows, x, y, target, z))
+            rows, x, y, target, z = (state[left] for state in (rows, x, y, target, z))
             if not len(rows):
                 break
     return found

@@ -1,7 +1,5 @@
 """What attacks maximise: each takes logits and labels and gives one number per example."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

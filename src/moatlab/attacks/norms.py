@@ -1,30 +1,91 @@
-"""The ball around an image, in L-inf and L2, and the image range [0, 1]."""
+"""What an attacker may do: move an image by at most eps, in L-inf or L2, inside the image range [0, 1].
+
+Tensors are used through their methods only, so that a recipe's threat can be checked without importing torch.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+from moatlab.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Norm = Literal["linf", "l2"]
-NORMS: tuple[Norm, ...] = ("linf", "l2")
-USUAL_EPS: dict[Norm, str] = {"linf": "8/255", "l2": "128/255"}
+NORM_NAMES = {"linf": "L-inf", "l2": "L2"}
+USUAL_EPS = {"linf": "8/255", "l2": "128/255"}
 TINY = 1e-12  # as in the reference code of AutoAttack, whose iterates ours equal
 
 
-def ball(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Threat:
+    """The ball of radius eps around an image. `text` is eps as it was given, for people and files."""
+
+    norm: Norm
+    eps: float
+    text: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, eps: float | str | None = None, norm: str = "linf") -> Threat:
+        """`eps` is a number or a text such as 8/255; None is the norm's usual radius. An L2 radius may be above 1."""
+        if norm not in NORM_NAMES:
+            raise UserError(f"the norm must be one of {', '.join(NORM_NAMES)}, not '{norm}'")
+        text = USUAL_EPS[norm] if eps is None else str(eps).strip()
+        above, slash, below = text.partition("/")
+        try:
+            value = float(above) / float(below) if slash else float(above)
+            value = value if eps is None or isinstance(eps, str) else float(eps)
+        except (TypeError, ValueError, ZeroDivisionError):
+            value = math.nan
+        if not 0 < value < (math.inf if norm == "l2" else 1):
+            bounds = "above 0, such as 128/255" if norm == "l2" else "between 0 and 1, such as 8/255"
+            if norm == "linf" and 1 <= value <= 255:
+                bounds = f"between 0 and 1; did you mean {text}/255?"
+            raise UserError(f"--eps {text}: the radius must be a number {bounds}")
+        return cls(norm, value, text)  # type: ignore[arg-type]  # one of the two names
+
+    def __str__(self) -> str:
+        return f"{NORM_NAMES[self.norm]} eps {self.text or self.eps}"
+
+    def scaled(self, factor: float) -> Threat:
+        """The ball with another radius. In L-inf a radius of 1 reaches every image, so no larger one is made."""
+        radius = factor * self.eps
+        return Threat(self.norm, radius if self.norm == "l2" else min(radius, 1 - 1e-6))
+
+    def project(self, z: Tensor, x: Tensor) -> Tensor:
+        """z moved back into the ball around x, then into [0, 1] (which brings it only closer to x)."""
+        if self.norm == "linf":
+            return z.clamp(*box(x, self.eps))
+        delta = z - x
+        length = per_image(distance(delta, "l2"))
+        return (x + delta / (length + TINY) * length.clamp(max=self.eps)).clamp_(0, 1)
+
+    def steepest(self, gradient: Tensor) -> Tensor:
+        """The step of length one along which a linear loss grows most: the sign (L-inf) or the unit vector (L2)."""
+        return gradient.sign() if self.norm == "linf" else unit(gradient, "l2")
+
+    def noise(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Uniform in the ball around 0, in the shape and memory format of x."""
+        import torch
+
+        empty = torch.empty_like(x)
+        if self.norm == "linf":
+            return empty.uniform_(-self.eps, self.eps, generator=generator)
+        normal = empty.normal_(generator=generator)
+        return self.fill(normal, torch.rand(len(x), generator=generator, device=x.device, dtype=x.dtype))
+
+    def fill(self, normal: Tensor, fraction: Tensor) -> Tensor:
+        """Gaussian noise, and a draw from U(0, 1) for each image, as a point uniform in the L2 ball around 0."""
+        return per_image(self.eps * fraction ** (1 / normal[0].numel())) * unit(normal, "l2")
+
+
+def box(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The lowest and highest values that the L-inf ball around x has inside [0, 1]."""
     return (x - eps).clamp_(0, 1), (x + eps).clamp_(0, 1)
-
-
-def project(z: Tensor, x: Tensor, eps: float, norm: Norm) -> Tensor:
-    """z pulled back into the eps-ball around x, then into [0, 1] (which brings it only closer to x)."""
-    if norm == "linf":
-        return torch.clamp(z, *ball(x, eps))
-    delta = z - x
-    length = per_image(distance(delta, norm))
-    return (x + delta / (length + TINY) * length.clamp(max=eps)).clamp_(0, 1)
 
 
 def distance(delta: Tensor, norm: Norm) -> Tensor:
@@ -33,17 +94,12 @@ def distance(delta: Tensor, norm: Norm) -> Tensor:
     return flat.abs().amax(1) if norm == "linf" else flat.square().sum(1).sqrt()
 
 
-def steepest(gradient: Tensor, norm: Norm) -> Tensor:
-    """The step of length one along which a linear loss grows most: the sign (L-inf) or the unit vector (L2)."""
-    return gradient.sign() if norm == "linf" else unit(gradient, norm)
-
-
 def unit(direction: Tensor, norm: Norm) -> Tensor:
     """Each image's direction scaled to norm one; zero stays zero. A very small one is first divided by its largest
     entry, or the squares of its entries would vanish."""
     largest = distance(direction, "linf")
     small = (largest < 1e-8) & (largest > 0)
-    direction = direction / per_image(torch.where(small, largest, 1))
+    direction = direction / per_image(largest.where(small, 1))
     return direction / (per_image(distance(direction, norm)) + TINY)
 
 

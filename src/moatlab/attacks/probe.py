@@ -1,7 +1,5 @@
 """The one place where an attack touches a model: only the input is differentiated, and the model is left as found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

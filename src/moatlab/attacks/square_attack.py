@@ -1,7 +1,5 @@
 """Square: random search that sees only logits. Andriushchenko, Croce, Flammarion and Hein, 2020."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 
 from moatlab.attacks.draws import Draws
 from moatlab.attacks.losses import is_wrong, margin
-from moatlab.attacks.norms import TINY, Norm, ball, distance, per_image, unit
+from moatlab.attacks.norms import TINY, Norm, Threat, box, distance, per_image, unit
 from moatlab.attacks.probe import Probe, as_probe
 
 QUERIES = 5000
@@ -23,7 +21,7 @@ def square(
     x: Tensor,
     y: Tensor,
     *,
-    eps: float,
+    eps: float | str,
     norm: Norm = "linf",
     queries: range = range(QUERIES),
     start: Tensor | None = None,
@@ -32,12 +30,12 @@ def square(
     """The first point that fools the model, or the best one met. A square of the image is changed at random, at the
     same place for all examples, and the change kept where it lowers the margin z_y - max_{j != y} z_j.
 
-    To go on from an earlier call, give its result as `start` and the `queries` that follow.
+    To continue an earlier call, give its result as `start` and the `queries` that follow.
     """
-    probe = as_probe(model)
+    probe, threat = as_probe(model), Threat.of(eps, norm)
     draws = draws or Draws.numbered(0, len(x))
     propose = _recolour if norm == "linf" else _move_mass
-    best = _first_point(x, eps, norm, draws) if start is None else start
+    best = _first_point(x, threat, draws) if start is None else start
     found = best.clone()
     rows = torch.arange(len(x), device=x.device)
     logits = probe.logits(best)
@@ -45,12 +43,12 @@ def square(
     for query in queries:
         if wrong.any():
             found[rows[wrong]] = best[wrong]
-            standing = ~wrong
-            draws = draws.of(standing)
-            rows, x, y, best, loss = (state[standing] for state in (rows, x, y, best, loss))
+            left = ~wrong
+            draws = draws.of(left)
+            rows, x, y, best, loss = (state[left] for state in (rows, x, y, best, loss))
         if not len(rows):
             return found
-        candidate = propose(best, x, eps, query, draws)
+        candidate = propose(best, x, threat.eps, query, draws)
         logits = probe.logits(candidate)
         new_loss, wrong = margin(logits, y), is_wrong(logits, y)
         better = (new_loss > loss) | wrong
@@ -69,12 +67,12 @@ def _corner(number: float, image: int, side: int) -> int:
     return int((image - side) * number)
 
 
-def _first_point(x: Tensor, eps: float, norm: Norm, draws: Draws) -> Tensor:
+def _first_point(x: Tensor, threat: Threat, draws: Draws) -> Tensor:
     """Vertical stripes of +-eps (L-inf), or the whole image tiled with small humps of norm eps in all (L2)."""
     _, channels, height, width = x.shape
-    if norm == "linf":
+    if threat.norm == "linf":
         stripes = _signs(draws.each("square stripes", (channels, 1, width)))
-        return (x + eps * stripes.to(x)).clamp_(0, 1)
+        return (x + threat.eps * stripes.to(x)).clamp_(0, 1)
     side = max(height // 5, 1)
     border = (height - 5 * side) // 2
     delta = torch.zeros_like(x)
@@ -85,7 +83,7 @@ def _first_point(x: Tensor, eps: float, norm: Norm, draws: Draws) -> Tensor:
             top, left = border + row * side, border + column * side
             place = delta[:, :, top : top + side, left : left + side]
             place += (_hump(side, turned > 0.5).to(x) * signs)[:, :, : place.shape[2], : place.shape[3]]
-    return (x + eps * unit(delta, norm)).clamp_(0, 1)
+    return (x + threat.eps * unit(delta, "l2")).clamp_(0, 1)
 
 
 def _recolour(best: Tensor, x: Tensor, eps: float, query: int, draws: Draws) -> Tensor:
@@ -97,7 +95,7 @@ def _recolour(best: Tensor, x: Tensor, eps: float, query: int, draws: Draws) -> 
     place = (slice(None), slice(None), slice(top, top + side), slice(left, left + side))
     push = 2 * eps * _signs(torch.tensor(colours)).to(x).view(-1, 1, 1)
     candidate = best.clone()
-    candidate[place] = torch.clamp(best[place] + push, *ball(x[place], eps))
+    candidate[place] = torch.clamp(best[place] + push, *box(x[place], eps))
     return candidate
 
 

@@ -1,8 +1,8 @@
 """Options that commands share. Those of a recipe come from its fields."""
 
-from __future__ import annotations
-
 import json
+import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -11,23 +11,47 @@ from typing import Any
 
 import click
 
-from moatlab.methods.language import STAGES
-from moatlab.training.recipe import PRESETS, Recipe, option_name
+from moatlab.training.presets import PRESETS
+from moatlab.training.recipe import Recipe, option_name
 
+Command = Callable[..., Any]
 FILE = click.Path(path_type=Path, readable=False)  # not looked at here; a shell can complete it
+
+
+def _importable(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
+    """Once the user names code of their own, or trusts a file that does, modules of the current folder are found."""
+    here = str(Path.cwd())
+    if (value is True or (isinstance(value, str) and ":" in value)) and here not in sys.path:
+        sys.path.append(here)
+    return value
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 data_dir_option = click.option(
     "--data-dir", type=FILE, envvar="MOAT_DATA", show_envvar=True, help="Where data sets are looked for first."
 )
 trust_option = click.option(
-    "--trust-model-code", is_flag=True, help="Import the module that a file names as its model: it can run anything."
+    "--trust-model-code",
+    is_flag=True,
+    callback=_importable,
+    help="Import the module that a file names as its model: it can run anything.",
 )
 on_option = click.option(
     "--on", metavar="ray[:ADDRESS]", help="Give each run to a Ray cluster: one of this machine, or that at ADDRESS."
 )
+device_option = click.option(
+    "--device", default="auto", show_default=True, help="Where to compute: auto, cpu, cuda, cuda:1 or mps."
+)
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="CPU threads; other numbers give other last bits  [default: OMP_NUM_THREADS, or all cores]",
+)
 
 
-Command = Callable[..., Any]
+def model_option(**settings: Any) -> Callable[[Command], Command]:
+    return click.option("--model", callback=_importable, **settings)
+
 
 GROUPS = {
     "Data and model": "data data_dir stream augment holdout model width shortcut final_norm std init trust_model_code",
@@ -55,6 +79,8 @@ class Grouped(click.Command):
 
 def complete_method(context: click.Context, parameter: click.Parameter, start: str) -> list[str]:  # noqa: ARG001
     """The methods that a shell offers: the names of the language, with numbers where they need some."""
+    from moatlab.methods.stages import STAGES
+
     names = [name if name != "pgd" else "pgd:7" for name in STAGES]
     return [name for name in [*names, "moat:2", "moat:5", "imoat:1,2,3", "imoat:2,5,8"] if name.startswith(start)]
 
@@ -69,39 +95,45 @@ methods_argument = click.argument("methods", nargs=-1, required=True, shell_comp
 
 
 def recipe_options(*fixed: str, preset: str | None = None) -> Callable[[Command], Command]:
-    """An option for every field of `Recipe` but the method and those that the command fixes, a preset and a recipe file
-    below them."""
-    return lambda command: _recipe_options(command, {"method", *fixed}, preset)
+    """An option for every field of `Recipe` but the method and those that the command fixes, with a preset and a recipe
+    file below them; and the machine's own, threads and device."""
 
+    def add(command: Command) -> Command:
+        command = threads_option(device_option(command))
+        for name, field in reversed(Recipe.model_fields.items()):
+            if name in ("method", *fixed):
+                continue
+            kinds = [kind for kind in typing.get_args(field.annotation) if kind is not types.NoneType]
+            flags = option_name(name) + (f"/--no-{name.replace('_', '-')}" if field.annotation is bool else "")
+            kind: Any = field.annotation
+            if typing.get_origin(kind) is typing.Literal:
+                kind = click.Choice(kinds)
+            elif kind not in (int, float, bool):
+                kind = str
+            callback = _importable if name == "model" else None
+            option = click.option(flags, name, type=kind, default=None, callback=callback, help=field.description)
+            command = option(command)
+        command = click.option("--recipe", "file", type=FILE, help="A recipe file, such as a run's recipe.toml.")(
+            command
+        )
+        usual = preset or "mini, or paper for other data"
+        help_text = f"Where the other options start from  [default: {usual}]"
+        return click.option("--preset", type=click.Choice(list(PRESETS)), default=preset, help=help_text)(command)
 
-def _recipe_options(command: Command, left_out: set[str], preset: str | None) -> Command:
-    for name, field in reversed(Recipe.model_fields.items()):
-        if name in left_out:
-            continue
-        kinds = [kind for kind in typing.get_args(field.annotation) if kind is not types.NoneType]
-        flags = option_name(name) + (f"/--no-{name.replace('_', '-')}" if field.annotation is bool else "")
-        kind: Any = field.annotation
-        if typing.get_origin(kind) is typing.Literal:
-            kind = click.Choice(kinds)
-        elif kind not in (int, float, bool):
-            kind = str
-        command = click.option(flags, name, type=kind, default=None, help=str(field.description))(command)
-    command = click.option("--recipe", "recipe_file", type=FILE, help="A recipe file, such as a run's recipe.toml.")(
-        command
-    )
-    presets = click.Choice(list(PRESETS))
-    usual = preset or "mini, or paper for other data"
-    help_text = f"Where the other options start from  [default: {usual}]"
-    return click.option("--preset", type=presets, default=preset, help=help_text)(command)
+    return add
 
 
 def running_options(command: Command) -> Command:
     """Options that say where and how a run runs, and are no part of what it is."""
-    command = click.option("--resume", is_flag=True, help="Continue the run in --out, or start it.")(
-        json_option(command)
-    )
-    command = click.option("--out", type=FILE, help="The run's folder  [default: runs/NAME]")(command)
-    return data_dir_option(trust_option(command))
+    resume = click.option("--resume", is_flag=True, help="Continue the run in --out, or start it.")
+    out = click.option("--out", type=FILE, help="The run's folder  [default: runs/NAME]")
+    return data_dir_option(trust_option(out(resume(json_option(command)))))
+
+
+def let_be_deterministic(recipe: Recipe) -> None:
+    """cuBLAS reads this when CUDA is first used."""
+    if recipe.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def print_json(fields: dict[str, Any]) -> None:
@@ -109,5 +141,5 @@ def print_json(fields: dict[str, Any]) -> None:
 
 
 def print_file(path: Path) -> None:
-    """A result as it stands in its file."""
+    """A result as it is in its file."""
     print_json(json.loads(path.read_text(encoding="utf-8")))

@@ -1,9 +1,8 @@
-"""Batches by counter: the batch of step s is a pure function of (seed, s), wherever the images are."""
+"""The batch of step s is a pure function of (seed, s), whether the images are in memory or on the disk."""
 
-from __future__ import annotations
-
+import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moatlab.data.folder import OnDisk
+from moatlab.data.images import OnDisk, as_floats
 from moatlab.runtime import distributed
 from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.runtime.randomness import generator
@@ -20,77 +19,26 @@ PADDING = 4
 MOST_WORKERS = 8  # processes that decode images, for each that trains
 
 
-@dataclass(frozen=True)
-class Batches:
-    """The training images of a run, as uint8 on its device or on the disk, and the order it takes them in."""
-
-    x: Tensor | OnDisk  # uint8, (N, H, W, C)
-    y: Tensor  # on the device that the run trains on
-    batch_size: int
-    augment: bool
-    seed: int
-    ahead: list[Ahead] = field(default_factory=list)  # what decodes images from the disk, once it is begun
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return len(self.y) // self.batch_size  # a last partial batch is dropped
-
-    def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """The batch of a step, or this process's part of it: images as float32 in [0, 1], shape (B, C, H, W), channels
-        last in memory."""
-        part = distributed.share(self.batch_size)
-        images = self.x[self.numbers(step, self.x.device)[part]] if isinstance(self.x, Tensor) else self._decoded(step)
-        images = images.to(self.y.device, non_blocking=self.y.device.type == "cuda")  # others may not keep the source
-        if self.augment:
-            draws = generator(self.seed, "augment", step, device=self.y.device)
-            images = crop_and_flip(images, *(whole[part] for whole in shifts(self.batch_size, draws)))
-        return as_floats(images), self.y[self.numbers(step, self.y.device)[part]]
-
-    def numbers(self, step: int, device: torch.device | str = "cpu") -> Tensor:
-        """Which of the training images are in the batch of a step."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        order = epoch_order(len(self.y), self.seed, epoch, device)
-        return order[position * self.batch_size : (position + 1) * self.batch_size]
-
-    def close(self) -> None:
-        """End the workers that decode images, if there are any."""
-        self.ahead.clear()
-
-    def _decoded(self, step: int) -> Tensor:
-        if not self.ahead or self.ahead[0].next_step != step:
-            assert isinstance(self.x, OnDisk)
-            part = distributed.share(self.batch_size)
-            pin = self.y.device.type == "cuda"
-            self.ahead[:] = [Ahead(self.x, lambda at: self.numbers(at)[part].tolist(), step, pin)]
-        return self.ahead[0].take()
-
-
 class Ahead:
-    """One batch after another from the disk, decoded ahead by the workers of PyTorch's DataLoader."""
+    """Batches from the disk, beginning at a step, decoded ahead of time by the workers of PyTorch's DataLoader."""
 
-    def __init__(self, images: OnDisk, numbers: Callable[[int], list[int]], step: int, pin: bool) -> None:
+    def __init__(self, images: OnDisk, numbers: Iterable[list[int]], step: int, pin: bool) -> None:
         from torch.utils.data import DataLoader
-
-        def batches() -> Iterator[list[int]]:
-            at = step
-            while True:
-                yield numbers(at)
-                at += 1
 
         loader: Any = DataLoader(
             images,  # type: ignore[arg-type]
-            batch_sampler=batches(),
+            batch_sampler=numbers,
             num_workers=min(distributed.cores(), MOST_WORKERS),
             worker_init_fn=_leave_signals_to_the_run,
             pin_memory=pin,
-            generator=torch.Generator(),  # not the global one, whose draws are a run's
+            generator=torch.Generator(),  # not the global one
         )
         self.batches, self.next_step = iter(loader), step
 
     def take(self) -> Tensor:
         try:
             batch: Tensor = next(self.batches)
-        except UserError as error:  # with the traceback of the worker
+        except UserError as error:  # its text is the traceback of the worker
             raise RunFailed(str(error).strip().splitlines()[-1].rpartition("UserError: ")[2]) from None
         except RuntimeError as error:
             raise RunFailed(f"a process that decodes images has ended ({error})") from error
@@ -103,32 +51,65 @@ def _leave_signals_to_the_run(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-@lru_cache(maxsize=4)  # this epoch's and the next one's, on the device and, where images lie there, on the CPU
+@dataclass(frozen=True)
+class Batches:
+    """The training images of a run and their order in each epoch."""
+
+    x: Tensor | OnDisk  # uint8, (N, H, W, C), on any device or on the disk
+    y: Tensor  # on the device that the run trains on
+    batch_size: int
+    augment: bool
+    seed: int
+    ahead: list[Ahead] = field(default_factory=list)  # at most one: what decodes images from the disk
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.y) // self.batch_size  # a last partial batch is dropped
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """This process's part of the batch of a step: images as `as_floats` makes them, and labels."""
+        part = distributed.share(self.batch_size)
+        images = self.x[self.numbers(step, self.x.device)[part]] if isinstance(self.x, Tensor) else self._decoded(step)
+        images = images.to(self.y.device, non_blocking=self.y.device.type == "cuda")  # others may not keep the source
+        if self.augment:
+            draws = generator(self.seed, "augment", step, device=self.y.device)
+            images = crop_and_flip(images, *(whole[part] for whole in shifts(self.batch_size, draws)))
+        return as_floats(images), self.y[self.numbers(step, self.y.device)[part]]
+
+    def numbers(self, step: int, device: torch.device | str = "cpu") -> Tensor:
+        """Indices of the training images in the batch of a step."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        order = epoch_order(len(self.y), self.seed, epoch, device)
+        return order[position * self.batch_size : (position + 1) * self.batch_size]
+
+    def close(self) -> None:
+        """End the workers that decode images, if there are any."""
+        self.ahead.clear()
+
+    def _decoded(self, step: int) -> Tensor:
+        if not self.ahead or self.ahead[0].next_step != step:
+            assert isinstance(self.x, OnDisk)
+            part = distributed.share(self.batch_size)
+            numbers = (self.numbers(at)[part].tolist() for at in itertools.count(step))
+            self.ahead[:] = [Ahead(self.x, numbers, step, pin=self.y.device.type == "cuda")]
+        return self.ahead[0].take()
+
+
+@lru_cache(maxsize=4)  # this epoch's and the next one's, on the device and on the CPU
 def epoch_order(count: int, seed: int, epoch: int, device: torch.device | str) -> Tensor:
     return torch.randperm(count, generator=generator(seed, "order", epoch)).to(device)
 
 
 def shifts(count: int, draws: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each image is cut from its padded self (top, left), and whether it is mirrored; each is (count, 1)."""
+    """Top and left of each crop from the padded image, and whether it is mirrored; each is (count, 1)."""
     top, left = torch.randint(2 * PADDING + 1, (2, count, 1), generator=draws, device=draws.device)
     return top, left, torch.randint(2, (count, 1), generator=draws, device=draws.device).bool()
 
 
 def crop_and_flip(images: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> Tensor:
-    """Each image of (B, H, W, C) shifted by up to 4 pixels over a black border and mirrored half of the time.
-
-    One gather for the whole batch: an image's rows and columns are index vectors, a mirrored one's run backwards.
-    """
-    count, height, width, _ = images.shape
-    device = images.device
+    """Each image of (B, H, W, C) shifted by up to 4 pixels over a black border, and mirrored half of the time. This is
+    one gather for the whole batch, in which the columns of a mirrored image run backwards."""
     padded = torch.nn.functional.pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
-    rows = top + torch.arange(height, device=device)
-    columns = torch.arange(width, device=device)
-    columns = left + torch.where(mirrored, columns.flip(0), columns)
-    which = torch.arange(count, device=device)
+    which, rows, columns = (torch.arange(length, device=images.device) for length in images.shape[:3])
+    rows, columns = top + rows, left + torch.where(mirrored, columns.flip(0), columns)
     return padded[which[:, None, None], rows[:, :, None], columns[:, None, :]]
-
-
-def as_floats(images: Tensor) -> Tensor:
-    """(B, H, W, C) bytes as (B, C, H, W) floats in [0, 1]; the same memory order, which is called channels last."""
-    return images.permute(0, 3, 1, 2).float().div_(255)

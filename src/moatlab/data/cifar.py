@@ -1,11 +1,9 @@
-"""CIFAR-10, CIFAR-100 and the embedded `mini` set: what they are, and readers for both of their file layouts.
+"""CIFAR-10, CIFAR-100 and the embedded `mini` set (A. Krizhevsky, "Learning Multiple Layers of Features from Tiny
+Images", 2009), and readers for both of their file layouts.
 
-Binary layout (preferred: nothing needs unpickling): a record is one label byte (CIFAR-100: coarse, then fine)
-and the pixels channel by channel. Pickled layout: Python 2 pickles, as torchvision leaves them on disk.
-Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+Binary layout (preferred: nothing is unpickled): a record is one label byte (CIFAR-100: coarse, then fine) and the
+pixels channel by channel. Pickled layout: Python 2 pickles, which torchvision downloads.
 """
-
-from __future__ import annotations
 
 import hashlib
 import io
@@ -33,13 +31,13 @@ class Spec:
     """One data set. File names are stems: `.bin` in the binary layout, bare in the pickled one."""
 
     description: str
-    train_stems: tuple[str, ...]
-    test_stem: str
-    train_count: int
-    test_count: int
-    classes: tuple[str, ...]
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    train_stems: tuple[str, ...] = ("train",)
+    test_stem: str = "test"
+    train_count: int = 50_000
+    test_count: int = 10_000
+    classes: tuple[str, ...] = CIFAR10_CLASSES
+    mean: tuple[float, float, float] = (0.4914, 0.4822, 0.4465)
+    std: tuple[float, float, float] = (0.2470, 0.2435, 0.2616)
     side: int = 32
     label_bytes: int = 1  # the last of them is the label
     labels_key: str = "labels"  # in the pickled layout
@@ -60,25 +58,15 @@ class Spec:
 
 SPECS = {
     "mini": Spec(
-        description="6,500 images of CIFAR-10 averaged down to 16x16, part of this package",
-        train_stems=("train",),
-        test_stem="test",
+        "6,500 images of CIFAR-10 averaged down to 16x16, part of this package",
         train_count=5_500,
         test_count=1_000,
-        classes=CIFAR10_CLASSES,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
         side=16,
     ),
     "cifar10": Spec(
-        description="CIFAR-10, 60,000 images of 32x32 in 10 classes",
+        "CIFAR-10, 60,000 images of 32x32 in 10 classes",
         train_stems=tuple(f"data_batch_{number}" for number in range(1, 6)),
         test_stem="test_batch",
-        train_count=50_000,
-        test_count=10_000,
-        classes=CIFAR10_CLASSES,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
         binary_folder="cifar-10-batches-bin",
         pickled_folder="cifar-10-batches-py",
         names_file="batches.meta.txt",
@@ -86,11 +74,7 @@ SPECS = {
         md5="c32a1d4ab5d03f1284b67883e8d87530",
     ),
     "cifar100": Spec(
-        description="CIFAR-100, 60,000 images of 32x32 in 100 classes",
-        train_stems=("train",),
-        test_stem="test",
-        train_count=50_000,
-        test_count=10_000,
+        "CIFAR-100, 60,000 images of 32x32 in 100 classes",
         classes=tuple(f"class {number}" for number in range(100)),
         mean=(0.5071, 0.4865, 0.4409),
         std=(0.2673, 0.2564, 0.2762),
@@ -107,10 +91,8 @@ SPECS = {
 
 def suffix_in(folder: Path, spec: Spec) -> str | None:
     """`.bin` where the folder holds the binary layout, empty for the pickled one, None for neither."""
-    for suffix in (".bin", ""):
-        if any((folder / (stem + suffix)).is_file() for stem in spec.stems):
-            return suffix
-    return None
+    layouts = (suffix for suffix in (".bin", "") if any((folder / (stem + suffix)).is_file() for stem in spec.stems))
+    return next(layouts, None)
 
 
 def read_arrays(folder: Path, spec: Spec) -> tuple[Pixels, Labels, Pixels, Labels]:
@@ -122,7 +104,7 @@ def read_arrays(folder: Path, spec: Spec) -> tuple[Pixels, Labels, Pixels, Label
     found = [path for path in train_paths if path.is_file()]
     if not found or not test_path.is_file():
         missing = test_path if found else train_paths[0]
-        raise UserError(f"{folder} has no {missing.name}; add it, or remove the folder to have it fetched anew")
+        raise UserError(f"{folder} has no {missing.name}; add it, or remove the folder to have it fetched again")
     batches = [read(path, spec) for path in found]
     train_x, train_y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     return train_x, train_y, *read(test_path, spec)
@@ -130,19 +112,17 @@ def read_arrays(folder: Path, spec: Spec) -> tuple[Pixels, Labels, Pixels, Label
 
 def shortfall(spec: Spec, train_count: int, test_count: int) -> str | None:
     """How the counts differ from the official ones, in words; None when they do not."""
+    counts = (("training", train_count, spec.train_count), ("test", test_count, spec.test_count))
     notes = [
         f"{count:,} {'of' if count < official else 'instead of'} the official {official:,} {kind} images"
-        for kind, count, official in (
-            ("training", train_count, spec.train_count),
-            ("test", test_count, spec.test_count),
-        )
+        for kind, count, official in counts
         if count != official
     ]
     return " and ".join(notes) or None
 
 
 def class_names(folder: Path, spec: Spec) -> tuple[str, ...]:
-    """CIFAR-10's names are fixed; CIFAR-100's come with its files, or else are numbers."""
+    """CIFAR-10's names are fixed; CIFAR-100's come with its files, otherwise its classes are numbered."""
     path = folder / spec.names_file
     if spec.classes == CIFAR10_CLASSES or not path.is_file():
         return spec.classes
@@ -161,20 +141,18 @@ def read_records(path: Path, spec: Spec) -> tuple[Pixels, Labels]:
     raw = np.frombuffer(_read_bytes(path), np.uint8)
     size = spec.label_bytes + 3 * spec.side**2
     if raw.size == 0 or raw.size % size:
-        raise UserError(
-            f"{path} is damaged: its {raw.size:,} bytes are not a whole number of {size:,}-byte records"
-            f" ({raw.size % size:,} left over); replace it"
-        )
+        trouble = f"not a whole number of {size:,}-byte records ({raw.size % size:,} left over)"
+        raise UserError(f"{path} is damaged: its {raw.size:,} bytes are {trouble}; replace it")
     records = raw.reshape(-1, size)
     return _checked(path, spec, records[:, spec.label_bytes :], records[:, spec.label_bytes - 1])
 
 
-class _Standin:
-    """What a pickle says of a numpy array or dtype, kept and not acted on.
+UNREADABLE_PICKLE = (pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError)
 
-    numpy's own classes trust the state that a pickle gives them: one changed flag of a dtype makes it follow
-    pixels as pointers. So the array is built here from its shape and its bytes alone.
-    """
+
+class _Standin:
+    """The state of a pickled numpy array or dtype, kept and not acted on. numpy's own classes trust that state: one
+    changed flag of a dtype makes numpy follow pixels as pointers. So arrays are built from shape and bytes alone."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -189,10 +167,6 @@ class _Standin:
         return np.frombuffer(raw, np.uint8).reshape(shape, order="F" if by_column else "C")
 
 
-def _encode(text: str, _encoding: str) -> bytes:
-    return text.encode("latin1")
-
-
 class _ArraysOnly(pickle.Unpickler):
     """Reads plain values and arrays of bytes; a pickle that asks for anything else runs nothing."""
 
@@ -201,7 +175,7 @@ class _ArraysOnly(pickle.Unpickler):
         ("numpy._core.multiarray", "_reconstruct"): _Standin,
         ("numpy", "ndarray"): _Standin,
         ("numpy", "dtype"): _Standin,
-        ("_codecs", "encode"): _encode,  # how protocol 2 writes bytes
+        ("_codecs", "encode"): lambda text, _encoding: text.encode("latin1"),  # how protocol 2 writes bytes
     }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -223,28 +197,23 @@ def read_pickle(path: Path, spec: Spec) -> tuple[Pixels, Labels]:
             raise ValueError("images and labels do not fit together")
     except UserError as error:
         raise UserError(f"{path} was refused: {error}") from None
-    except (pickle.UnpicklingError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError,
-            TypeError, ValueError) as error:  # fmt: skip
-        raise UserError(
-            f"{path} is damaged, or is no CIFAR file with 'data' and '{spec.labels_key}'; replace it"
-        ) from error
+    except (*UNREADABLE_PICKLE, TypeError, ValueError) as error:
+        message = f"{path} is damaged, or is no CIFAR file with 'data' and '{spec.labels_key}'; replace it"
+        raise UserError(message) from error
     return _checked(path, spec, planes, np.array(labels))
 
 
 def _checked(path: Path, spec: Spec, planes: Pixels, labels: npt.NDArray[Any]) -> tuple[Pixels, Labels]:
     """Channel planes turned into channels-last images, labels into int64 within range."""
-    wrong = np.flatnonzero((labels < 0) | (labels >= len(spec.classes)))
-    if wrong.size:
-        raise UserError(
-            f"{path} is damaged: record {wrong[0]:,} has label {labels[wrong[0]]},"
-            f" but there are {len(spec.classes)} classes; replace it"
-        )
+    if (wrong := np.flatnonzero((labels < 0) | (labels >= len(spec.classes)))).size:
+        label = f"label {labels[wrong[0]]}, but there are {len(spec.classes)} classes"
+        raise UserError(f"{path} is damaged: record {wrong[0]:,} has {label}; replace it")
     images = planes.reshape(-1, 3, spec.side, spec.side).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(images), labels.astype(np.int64)
 
 
 def _read_bytes(path: Path) -> bytes:
-    """The file's content, checked where its checksum stands beside it: in our package, and in the cache."""
+    """The file's content, checked against the checksums in its folder, which the package and the cache have."""
     try:
         content = path.read_bytes()
         sums_file = path.parent / SUMS_FILE

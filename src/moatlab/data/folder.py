@@ -1,144 +1,83 @@
-"""A user's own images of one size, png, jpg, jpeg, bmp or webp: `train/CLASS/IMAGE`, `test/CLASS/IMAGE`, or all in one.
-
-They are read into memory. Training images that would fill too much of it stay on the disk, and are decoded batch by
-batch: the same images, in the same order, with the same checksum.
-"""
-
-from __future__ import annotations
+"""A folder with a folder of images for each class, all of one size. They are read into memory. Training images that
+would fill too much of it stay on the disk and are decoded batch by batch: the same images, order and checksum."""
 
 import hashlib
 import math
 import os
-import struct
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
-from torch import Tensor
 
-from moatlab.data import Images
 from moatlab.data.cifar import Pixels
+from moatlab.data.images import Images, OnDisk, checksum, opened
 from moatlab.runtime import distributed
 from moatlab.runtime.console import Bar, warn
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.randomness import generator, key
 
+Listed: TypeAlias = list[tuple[Path, int]]  # images with their labels
+
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 SMALLEST_STD = 1e-4  # a constant channel must not divide by zero
-AT_ONCE = 256  # images decoded by threads before they are handed on
-
-
-class OnDisk:
-    """Images of one size, decoded when they are asked for: (height, width, channels), bytes."""
-
-    def __init__(self, paths: list[Path], mode: str, first: Path) -> None:
-        self.paths, self.mode, self.first = paths, mode, first
-        self.image_shape = decode(first, mode).shape
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.paths), *self.image_shape)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, number: int) -> Tensor:
-        image = decode(self.paths[number], self.mode)
-        if image.shape != self.image_shape:
-            raise UserError(
-                f"{self.paths[number]} has {image.shape[1]}x{image.shape[0]} pixels where {self.first} has"
-                f" {self.image_shape[1]}x{self.image_shape[0]}; make all images one size"
-            )
-        return torch.from_numpy(image)
-
-    def part(self, numbers: Iterable[int]) -> OnDisk:
-        return OnDisk([self.paths[number] for number in numbers], self.mode, self.first)
-
-    def pieces(self, bar: Bar | None = None) -> Iterator[Tensor]:
-        """All of them in order, some at once. Pillow decodes outside the interpreter lock, so threads help."""
-        with ThreadPoolExecutor() as pool:
-            for begin in range(0, len(self), AT_ONCE):
-                numbers = range(begin, min(begin + AT_ONCE, len(self)))
-                yield torch.stack(list(pool.map(self.__getitem__, numbers)))
-                if bar and numbers.stop % 1024 == 0:
-                    bar.update(numbers.stop, f"{numbers.stop:,} of {len(self):,}")
-
-    def in_memory(self) -> Tensor:
-        return torch.cat(list(self.pieces()))
 
 
 def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
-    """The folder as a data set, with channel statistics of its own training images: FOLDER/train/CLASS/IMAGE and
-    FOLDER/test/CLASS/IMAGE, or FOLDER/CLASS/IMAGE, of which about a tenth is set apart for testing. Which ones, their
-    names decide, so that images that come or go later turn no image that was trained on into a test image.
+    """The folder as a data set, normalised with the statistics of its own training images: FOLDER/train/CLASS/IMAGE and
+    FOLDER/test/CLASS/IMAGE, or FOLDER/CLASS/IMAGE, of which about a tenth is set apart for testing.
 
     Images come in a fixed shuffled order, because on disk they are sorted by class: the last ones for training will be
-    held out, and the first ones for testing are what `--n` takes. With `stream` those for training stay on the disk; if
-    that is not said, where they would fill a quarter of the memory.
+    held out, and the first ones for testing are what `--n` takes. With `stream`, training images stay on the disk; by
+    default they do where they would fill a quarter of the memory.
     """
+    classes, train, test, note = _train_and_test(folder)
+    for part, images in (("training", train), ("test", test)):
+        if missing := set(range(len(classes))) - {label for _, label in images}:
+            warn(f"{folder}: no {part} image is of the class {classes[min(missing)]!r}")
+    mode = "L" if all(_is_grey(path) for path, _ in sorted(train) + sorted(test)) else "RGB"
+    first = min(path for path, _ in train)
+    on_disk, tested = (OnDisk([path for path, _ in images], mode, first) for images in (train, test))
+    train_y, test_y = (torch.tensor([label for _, label in images]) for images in (train, test))
+    if stream is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**33
+        stream = math.prod(on_disk.shape) * distributed.on_this_machine() > memory / 4  # each process holds them all
+    kept = None if stream else torch.empty(on_disk.shape, dtype=torch.uint8)
+    counts = np.zeros((len(mode), 256), np.int64)
+    digest = hashlib.sha256(f"uint8 {on_disk.shape}\n".encode())  # as `checksum` begins
+    done = 0
+    with Bar("read images", len(on_disk)) as bar:
+        for piece in on_disk.pieces(bar):
+            counts += histogram(piece.numpy())
+            digest.update(piece.numpy().data)
+            if kept is not None:
+                kept[done : done + len(piece)] = piece
+            done += len(piece)
+    train_x, test_x = on_disk if kept is None else kept, tested.in_memory()
+    mean, std = channel_statistics(counts)
+    name = folder.resolve().name
+    sha256 = checksum(train_y, test_x, test_y, digest=digest)
+    return Images(name, train_x, train_y, test_x, test_y, tuple(classes), mean, std, f"folder {name}", note, sha256)
+
+
+def _train_and_test(folder: Path) -> tuple[list[str], Listed, Listed, str | None]:
+    """Class names, training and test images, and a note. Where images are set apart for testing, each image's name
+    decides about it, so that adding or removing others later turns no training image into a test image."""
     split = (folder / "train").is_dir() or (folder / "test").is_dir()
     top = folder / "train" if split else folder
     classes = _class_folders(top)
     if len(classes) < 2:
         raise UserError(f"{top} has one class only ({classes[0]}); a classifier needs at least two")
-    listed = _shuffled(_list_images(top, classes), "folder order")
-    note = None
+    listed = _list_images(top, classes, "folder order")
     if split:
         if strangers := [name for name in _class_folders(folder / "test") if name not in classes]:
             raise UserError(f"{folder / 'test'} has a class {strangers[0]!r} that {top} does not have")
-        tested = _shuffled(_list_images(folder / "test", classes), "folder test order")
-    else:
-        tested = [image for image in listed if _draw(image[0]) < 0.1] or [min(listed, key=lambda one: _draw(one[0]))]
-        apart = set(tested)
-        listed = [image for image in listed if image not in apart]
-        note = f"{len(tested):,} of its images are set apart for testing"
-    for part, images in (("training", listed), ("test", tested)):
-        shown = {label for _, label in images}
-        if missing := [name for label, name in enumerate(classes) if label not in shown]:
-            warn(f"{folder}: no {part} image is of the class {missing[0]!r}")
-    first = min(path for path, _ in listed)
-    mode = _common_mode([path for path, _ in sorted(listed) + sorted(tested)])
-    train = OnDisk([path for path, _ in listed], mode, first)
-    train_y, test_y = (torch.tensor([label for _, label in images]) for images in (listed, tested))
-    if stream is None:
-        stream = math.prod(train.shape) * distributed.on_this_machine() > _memory() / 4  # each process holds them all
-    train_x: Tensor | OnDisk = train
-    counts = np.zeros((len(mode), 256), np.int64)
-    digest = hashlib.sha256()
-    with Bar("read images", len(train)) as bar:
-        if not stream:
-            train_x = torch.empty(train.shape, dtype=torch.uint8)
-        digest.update(f"uint8 {train.shape}\n".encode())  # as `checksum` does it
-        done = 0
-        for piece in train.pieces(bar):
-            counts += histogram(piece.numpy())
-            digest.update(piece.numpy().data)
-            if isinstance(train_x, Tensor):
-                train_x[done : done + len(piece)] = piece
-            done += len(piece)
-    test_x = OnDisk([path for path, _ in tested], mode, first).in_memory()
-    for tensor in (train_y, test_x, test_y):
-        digest.update(f"{tensor.numpy().dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.numpy().data)
-    mean, std = channel_statistics(counts)
-    return Images(
-        name=folder.resolve().name,
-        train_x=train_x,
-        train_y=train_y,
-        test_x=test_x,
-        test_y=test_y,
-        classes=tuple(classes),
-        mean=mean,
-        std=std,
-        source=f"folder {folder.resolve().name}",
-        note=note,
-        sha256=digest.hexdigest(),
-    )
+        return classes, listed, _list_images(folder / "test", classes, "folder test order"), None
+    test = [image for image in listed if _draw(image[0]) < 0.1] or [min(listed, key=lambda image: _draw(image[0]))]
+    apart = set(test)
+    train = [image for image in listed if image not in apart]
+    return classes, train, test, f"{len(test):,} of its images are set apart for testing"
 
 
 def _class_folders(folder: Path) -> list[str]:
@@ -152,18 +91,13 @@ def _class_folders(folder: Path) -> list[str]:
 
 
 def _draw(path: Path) -> float:
-    """From 0 to 1, by the names of the class and of the file."""
+    """From 0 to 1, a function of the names of the class and the file."""
     return key(0, f"test image {path.parent.name}/{path.name}") / 2**64
 
 
-def _shuffled(images: list[tuple[Path, int]], purpose: str) -> list[tuple[Path, int]]:
-    order = torch.randperm(len(images), generator=generator(0, purpose))
-    return [images[number] for number in order.tolist()]
-
-
-def _list_images(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
-    """Paths and labels."""
-    found: list[tuple[Path, int]] = []
+def _list_images(folder: Path, classes: list[str], order: str) -> Listed:
+    """All images below a folder, in a random order that this name seeds."""
+    found: Listed = []
     for label, name in enumerate(classes):
         if (folder / name).is_dir():  # the test set need not show every class
             inside = sorted((folder / name).iterdir())
@@ -171,34 +105,12 @@ def _list_images(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
             if not images:
                 raise UserError(f"{folder / name} has no images ({', '.join(sorted(SUFFIXES))}); add some or remove it")
             found += [(path, label) for path in images]
-    return found
+    return [found[number] for number in torch.randperm(len(found), generator=generator(0, order)).tolist()]
 
 
-def _common_mode(paths: list[Path]) -> str:
-    """One channel where all images are grey, three where one is not. The beginning of a file tells."""
-
-    def is_grey(path: Path) -> bool:
-        with _opened(path) as image:
-            return image.mode in ("1", "L")
-
-    return "L" if all(map(is_grey, paths)) else "RGB"
-
-
-def decode(path: Path, mode: str) -> Pixels:
-    with _opened(path) as image:
-        if image.mode[0] in "IF":  # Pillow would clip these to 255 without a word
-            raise UserError(f"{path} has more than 8 bits per channel; convert it to an 8-bit image")
-        pixels = np.array(image.convert(mode))
-    return pixels.reshape(*pixels.shape[:2], len(mode))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
-    try:
-        with Image.open(path) as image:
-            yield image
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be read as an image; replace it or take it out") from error
+def _is_grey(path: Path) -> bool:
+    with opened(path) as image:  # which reads only the beginning of the file
+        return image.mode in ("1", "L")
 
 
 def histogram(x: Pixels) -> npt.NDArray[np.int64]:
@@ -216,8 +128,3 @@ def channel_statistics(counts: npt.NDArray[np.int64]) -> tuple[tuple[float, ...]
         means.append(round(mean, 4))
         stds.append(max(round(float(np.sqrt(weights @ (values - mean) ** 2)), 4), SMALLEST_STD))
     return tuple(means), tuple(stds)
-
-
-def _memory() -> int:
-    """Bytes of this machine's memory; 8 GiB where the system does not tell."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**33

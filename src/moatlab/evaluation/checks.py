@@ -1,21 +1,19 @@
 """Whether a model and its images can be evaluated at all. What can't be is refused before anything runs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moatlab.attacks.ensemble import FOUR_CLASSES, too_few_classes
-from moatlab.attacks.norms import NORMS
+from moatlab.attacks.catalog import check_classes
 from moatlab.attacks.probe import Probe
-from moatlab.models import users_code
 from moatlab.runtime.console import note
-from moatlab.runtime.errors import UserError
+from moatlab.runtime.errors import UserError, users_code
+
+BATCH, BATCH_PIXELS = 256, 3 * 32 * 32  # images of that size; fewer of larger ones
 
 
 def as_tensor(given: Any) -> Tensor:
@@ -25,14 +23,7 @@ def as_tensor(given: Any) -> Tensor:
     return torch.as_tensor(given)
 
 
-def check_norm(norm: str) -> None:
-    if norm not in NORMS:
-        raise UserError(f"the norm must be one of {', '.join(NORMS)}, not '{norm}'")
-
-
-def check_input(x: Tensor, y: Tensor, eps: float, norm: str, examples: Tensor | None) -> None:
-    if not 0 < eps < (1 if norm == "linf" else float("inf")):
-        raise UserError(f"eps is {eps}; it must be between 0 and 1 (8/255 is usual), and pixels are in [0, 1]")
+def check_input(x: Tensor, y: Tensor, examples: Tensor | None) -> None:
     if x.dim() != 4 or not (x.is_floating_point() or x.dtype == torch.uint8):
         raise UserError(
             f"x has shape {tuple(x.shape)} and type {x.dtype}; it must be (N, C, H, W) floats or (N, H, W, C) bytes"
@@ -62,9 +53,17 @@ def check_input(x: Tensor, y: Tensor, eps: float, norm: str, examples: Tensor | 
         raise UserError("examples must give one number for each image")
 
 
-def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) -> tuple[int, Tensor, dict[str, Any]]:
-    """The number of classes; the model's answers for a few images, which tell it from another of the same weights; and
-    what they show about it. Refuses what can't be attacked."""
+class Outputs(NamedTuple):
+    """What a model's outputs show. `answers`, for a few images, tell it from another model with the same weights."""
+
+    classes: int
+    answers: Tensor
+    randomised: bool
+    probabilities: bool
+
+
+def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) -> Outputs:
+    """What the outputs for a few images show. A model that can't be attacked is refused."""
 
     def ask(images: Tensor) -> Tensor:
         shown = images.clone()
@@ -91,8 +90,7 @@ def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) ->
     if int(y.min()) < 0 or int(y.max()) >= classes:
         raise UserError(f"labels reach from {int(y.min())} to {int(y.max())}, but the model has {classes} classes")
     for name in names:
-        if name in FOUR_CLASSES and classes < 4:
-            raise UserError(too_few_classes(name, classes))
+        check_classes(name, classes)
     scale = float(logits.abs().max().clamp(min=1e-6))
     randomised = float((ask(x) - logits).abs().max()) > 1e-4 * scale
     if not randomised:
@@ -105,7 +103,13 @@ def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) ->
     probabilities = bool((logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-3).all())
     between = 0.97 * x + 0.0123  # values that no byte has: a model may round its images
     answers = torch.cat([logits, ask(between)]).float().nan_to_num().cpu()
-    return classes, answers, {"randomised": randomised, "probabilities": probabilities}
+    return Outputs(classes, answers, randomised, probabilities)
+
+
+def images_at_once(pixels: int) -> int:
+    """How many images of so many values a model is given. Measured: gradients of CIFAR-sized images gain little beyond
+    256 at once, and memory is bounded by it."""
+    return max(min(BATCH, BATCH * BATCH_PIXELS // pixels), 32)
 
 
 def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:

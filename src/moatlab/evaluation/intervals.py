@@ -1,20 +1,18 @@
 """How sure a measured share is: 95 % intervals over test images and over seeds."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
 
 Z = 1.959964
-# Student's t for 95 % by degrees of freedom; from 30 on the normal quantile is near enough.
-T = [math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045]  # fmt: skip
+# Student's t for 95 %, from 1 degree of freedom on; from 30 on the normal quantile is near enough.
+T = """12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131
+       2.120 2.110 2.101 2.093 2.086 2.080 2.074 2.069 2.064 2.060 2.056 2.052 2.048 2.045"""
 
 
-def wilson(standing: float, count: int) -> list[float]:
+def wilson(robust: float, count: int) -> list[float]:
     """The interval of a share by Wilson's score, which stays sensible near 0 and 1."""
-    share, weight = standing / count, Z * Z / count
+    share, weight = robust / count, Z * Z / count
     middle = (share + weight / 2) / (1 + weight)
     half = Z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
     return [max(middle - half, 0.0), min(middle + half, 1.0)]
@@ -25,7 +23,7 @@ def over_seeds(values: Sequence[float]) -> float:
     count = len(values)
     if count < 2:
         return 0.0
-    quantile = T[count - 1] if count <= len(T) else Z
+    quantile = float(dict(enumerate(T.split(), 2)).get(count, Z))
     return quantile * statistics.stdev(values) / math.sqrt(count)
 
 
@@ -40,9 +38,9 @@ def interval(accuracies: Sequence[float], images: int) -> list[float]:
 def paired_difference(ours: Sequence[Sequence[bool]], theirs: Sequence[Sequence[bool]]) -> tuple[float, float]:
     """The mean difference of two methods over the same seeds and images, and half of its interval.
 
-    `ours[s][i]` says whether image i stands in seed s. Both methods see the same images, so what counts is how much the
-    difference varies from image to image, which is much less than each accuracy does. Two more images, one that only we
-    hold and one that only they do, keep the interval from vanishing where no image tells the methods apart.
+    `ours[s][i]` tells whether image i is robust in seed s. Both methods see the same images, so what counts is how much
+    the difference varies from image to image, which is much less than each accuracy does. Two more images, one robust
+    with each method only, keep the interval from vanishing where no image tells the methods apart.
     """
     by_seed = [statistics.fmean(a) - statistics.fmean(b) for a, b in zip(ours, theirs, strict=True)]
     by_image = [

@@ -1,91 +1,124 @@
-"""What an evaluation found: every verdict, and what follows from the verdicts."""
-
-from __future__ import annotations
+"""What an evaluation found: a verdict for each image and attack, and what follows from the verdicts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Literal
 
 import torch
+from pydantic import BaseModel, Field, PositiveInt
 from torch import Tensor
 
-from moatlab.evaluation import red_flags
+from moatlab.attacks.catalog import AUDIT
+from moatlab.attacks.norms import Norm, Threat
 from moatlab.evaluation.intervals import wilson
-from moatlab.evaluation.red_flags import Flag
+from moatlab.evaluation.red_flags import Flag, Measured, Verdicts, judge
 
-AUDIT = "audit"
-NOT_FOUND = (None, "clean", "before")  # verdicts without an adversarial example: standing, or wrong before the attack
+NOT_FOUND = (None, "clean", "before")  # verdicts without an adversarial example: robust, or wrong before the attack
 
 
-@dataclass(frozen=True)
+class Settings(BaseModel, extra="forbid", strict=True):
+    """What was asked for, and what it was worked on with. `eps` is text, such as 8/255."""
+
+    attacks: list[str]
+    eps: str
+    norm: Norm
+    seed: int
+    images: PositiveInt
+    audit: bool
+    chunk_size: PositiveInt
+    batch_size: PositiveInt
+    classes: PositiveInt
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # in files only where it is another
+
+    @property
+    def threat(self) -> Threat:
+        return Threat.of(self.eps, self.norm)
+
+
+class Cost(BaseModel, extra="forbid", strict=True):
+    """What an attack took: model calls, in images, and time."""
+
+    forwards: int
+    gradients: int
+    seconds: float
+
+
+class Share(BaseModel, extra="forbid", strict=True):
+    """How many images are robust: as a fraction with its 95 % interval, and as a number."""
+
+    accuracy: float
+    interval: Annotated[list[float], Field(min_length=2, max_length=2)]
+    standing: int
+
+
+@dataclass(frozen=True, repr=False)
 class Evaluation:
-    """What came out. Accuracies are fractions of all images; `robust` and `broken_by` are in the order given."""
+    """The verdicts on all images, in the order given, and what follows from them. Accuracies are fractions."""
 
-    attacks: tuple[str, ...]
-    accuracy: dict[str, float]
-    robust: dict[str, Tensor]  # a bool for each example
-    broken_by: dict[str, list[str | None]]  # "clean" where the image itself is misclassified; None: still standing
-    cost: dict[str, dict[str, float]]  # forwards and gradients (in images), seconds
-    flags: list[Flag]
-    measured: dict[str, Any]  # what the flags were judged by
-    settings: dict[str, Any]
+    broken_by: Verdicts  # "clean" where the image itself is misclassified; None: robust
+    cost: dict[str, Cost]
+    measured: Measured
+    settings: Settings
     # what was found, where it was asked for and not left in `state`: (numbers of images, points), piece by piece
-    adversarial: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict, repr=False)
+    adversarial: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+    @cached_property
+    def robust(self) -> dict[str, Tensor]:
+        """For each attack a bool for each image."""
+        return {
+            name: torch.tensor([verdict is None for verdict in verdicts])
+            for name, verdicts in self.broken_by.items()
+            if name != AUDIT
+        }
+
+    @property
+    def attacks(self) -> tuple[str, ...]:
+        return tuple(self.robust)
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """For each attack the share of all images that are robust to it."""
+        return {name: int(robust.sum()) / len(robust) for name, robust in self.robust.items()}
+
+    @cached_property
+    def flags(self) -> list[Flag]:
+        """Signs that the accuracies may be too high."""
+        return judge(self.measured, self.broken_by)
+
+    def __repr__(self) -> str:
+        return f"Evaluation(accuracy={self.accuracy}, flags={[flag.name for flag in self.flags]})"
 
 
 def merged(parts: Sequence[Evaluation]) -> Evaluation:
-    """One evaluation of a data set, from those of its parts in their order. What the red flags go by besides verdicts
-    and labels was measured on the first images, which are in the first part."""
+    """One evaluation of a data set, from those of its parts in their order, whose examples are in their states. What
+    the red flags use besides verdicts and labels was measured on the first images, which are in the first part."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    robust = {name: torch.cat([part.robust[name] for part in parts]) for name in first.robust}
-    broken_by = {name: [verdict for part in parts for verdict in part.broken_by[name]] for name in first.broken_by}
-    accuracy = {name: int(flags.sum()) / len(flags) for name, flags in robust.items()}
-    cost = {
-        name: {kind: sum(part.cost[name][kind] for part in parts) for kind in ("forwards", "gradients")}
-        | {"seconds": max(part.cost[name]["seconds"] for part in parts)}
-        for name in first.cost
-    }
-    labels = [sum(counts) for counts in zip(*(part.measured["labels"] for part in parts), strict=True)]
-    measured = first.measured | {"labels": labels}
-    starts = [sum(part.settings["images"] for part in parts[:number]) for number in range(len(parts))]
-    adversarial = {
-        name: [(rows + start, points) for part, start in zip(parts, starts, strict=True)
-               for rows, points in part.adversarial[name]]
-        for name in first.adversarial
-    }  # fmt: skip
+    costs = {name: [part.cost[name] for part in parts] for name in first.cost}
+    labels = [sum(counts) for counts in zip(*(part.measured.labels for part in parts), strict=True)]
     return Evaluation(
-        attacks=first.attacks,
-        accuracy=accuracy,
-        robust=robust,
-        broken_by=broken_by,
-        cost=cost,
-        flags=red_flags.judge(measured, accuracy, broken_by, audited(broken_by)),
-        measured=measured,
-        settings=first.settings | {"images": len(robust["clean"])},
-        adversarial=adversarial,
+        broken_by={name: [verdict for part in parts for verdict in part.broken_by[name]] for name in first.broken_by},
+        cost={
+            name: Cost(
+                forwards=sum(cost.forwards for cost in each),
+                gradients=sum(cost.gradients for cost in each),
+                seconds=max(cost.seconds for cost in each),
+            )
+            for name, each in costs.items()
+        },
+        measured=first.measured.model_copy(update={"labels": labels}),
+        settings=first.settings.model_copy(update={"images": sum(part.settings.images for part in parts)}),
     )
 
 
-def audited(broken_by: dict[str, list[str | None]]) -> tuple[int, int] | None:
-    """How many images the audit broke, of how many; None where there was none."""
-    if AUDIT not in broken_by:
-        return None
-    verdicts = [verdict for verdict in broken_by[AUDIT] if verdict != "before"]
-    return len(verdicts) - verdicts.count(None), len(verdicts)
+def shares(verdicts: list[str | None]) -> Share:
+    robust, count = verdicts.count(None), len(verdicts)
+    return Share(accuracy=robust / count, interval=wilson(robust, count), standing=robust)
 
 
-def shares(verdicts: list[str | None]) -> dict[str, Any]:
-    """How many images stand, as a number and as a fraction with its interval."""
-    standing, count = verdicts.count(None), len(verdicts)
-    return {"accuracy": standing / count, "interval": list(wilson(standing, count)), "standing": standing}
-
-
-def first_broken_by(broken_by: dict[str, list[str | None]]) -> list[str | None]:
-    """For each example the first attack, in the order they ran, that broke it."""
-    firsts: list[str | None] = []
-    for verdicts in zip(*broken_by.values(), strict=True):
-        broken = (name for name, verdict in zip(broken_by, verdicts, strict=True) if verdict is not None)
-        firsts.append(next(broken, None))
-    return firsts
+def first_broken_by(broken_by: Verdicts) -> list[str | None]:
+    """For each image the first attack, in the order they ran, that broke it."""
+    each = (zip(broken_by, verdicts, strict=True) for verdicts in zip(*broken_by.values(), strict=True))
+    return [next((name for name, verdict in pairs if verdict is not None), None) for pairs in each]

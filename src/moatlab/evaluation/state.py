@@ -1,24 +1,42 @@
-"""Where an evaluation stands, on the disk, so that it goes on after any ending; and the examples it has found."""
-
-from __future__ import annotations
+"""How far an evaluation is, on the disk, so that it resumes after any ending; and the examples it has found."""
 
 import hashlib
 import io
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer
 from torch import Tensor
 
+from moatlab.evaluation.red_flags import Measured
+from moatlab.evaluation.result import Cost
 from moatlab.runtime.errors import Damaged, UserError
 from moatlab.runtime.files import UNREADABLE_ARRAYS, atomic, locked, read_json, write_json
 
 SAVE_SECONDS = 2.0  # between two writes; what was done since the last one is done again after a kill
+ROBUST, WRONG = 0, 1  # so far, and before the attack; from 2 on, the number of the member that broke the image, plus 2
+Listed = PlainSerializer(lambda tensor: tensor.tolist())
+Bytes = Annotated[Tensor, BeforeValidator(lambda given: torch.as_tensor(given, dtype=torch.int8)), Listed]
+Floats = Annotated[Tensor, BeforeValidator(lambda given: torch.as_tensor(given, dtype=torch.float32)), Listed]
+
+
+class State(BaseModel, extra="forbid", arbitrary_types_allowed=True):
+    """`state.json`: what the evaluation is of, and what `step` steps have found."""
+
+    identity: dict[str, Any]
+    answers: Floats  # of the model, for a few images
+    verdicts: dict[str, Bytes]  # for each attack and image
+    cost: dict[str, Cost]
+    measured: Measured | None = None
+    step: int = 0
+    points: Annotated[Tensor | None, Field(exclude=True)] = None  # where Square is, on the images still robust
+    points_sha256: str | None = None  # of the file that they are in
 
 
 class Partial:
@@ -30,74 +48,84 @@ class Partial:
     def __init__(self, folder: Path | None, identity: dict[str, Any], *, keep_examples: bool) -> None:
         self.folder, self.identity, self.keep_examples = folder, identity, keep_examples
         self.found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        self._unsaved: tuple[dict[str, Any], Tensor | None] | None = None
+        self._unsaved: State | None = None
         self._saved_at = 0.0
 
-    def load(self) -> tuple[dict[str, Any], Tensor | None] | None:
-        """The state that was saved last and its points, or None. One of another evaluation is refused."""
+    def load(self, new: State) -> State | None:
+        """The state that was saved last, or None. One of another evaluation than the `new` one is refused."""
         if self.folder is None:
             return None
-        if not (self.folder / "state.json").exists():
+        path = self.folder / "state.json"
+        if not path.exists():
             for leftover in self.folder.glob("found-*.npz"):  # of an evaluation that was killed while it cleared up
                 leftover.unlink()
             return None
-        content = read_json(self.folder / "state.json")
-        before = content.pop("identity", {})
-        for name, value in self.identity.items():
-            if before.get(name) != value:
+        try:
+            saved = State(**read_json(path))
+            self._check(saved, new)
+            if saved.points_sha256 is not None:
+                raw = (self.folder / f"points-{saved.step}.npy").read_bytes()
+                if hashlib.sha256(raw).hexdigest() != saved.points_sha256:
+                    raise OSError
+                saved.points = torch.from_numpy(np.load(io.BytesIO(raw)))
+        except UNREADABLE_ARRAYS:
+            raise Damaged(f"a file in {self.folder} is missing or damaged; delete it to evaluate again") from None
+        return saved
+
+    def _check(self, saved: State, new: State) -> None:
+        for name, value in new.identity.items():
+            if (before := saved.identity.get(name)) != value:
                 raise UserError(
                     f"{self.folder} holds an unfinished evaluation with another {name.replace('_', ' ')} "
-                    f"({_short(before.get(name))}, not {_short(value)}); finish it as it was started, or delete it"
+                    f"({_short(before)}, not {_short(value)}); finish it as it was started, or delete it"
                 )
-        name, expected = content.pop("points"), content.pop("points_sha256")
-        if name is None:
-            return content, None
-        try:
-            raw = (self.folder / Path(name).name).read_bytes()
-        except OSError:
-            raw = b""
-        if hashlib.sha256(raw).hexdigest() != expected:
-            raise Damaged(f"{self.folder / name} is missing or damaged; delete {self.folder} to evaluate anew")
-        return content, torch.from_numpy(np.load(io.BytesIO(raw)))
+        tolerance = 1e-4 * float(new.answers.abs().max())
+        same = saved.answers.shape == new.answers.shape and (saved.answers - new.answers).abs().max() <= tolerance
+        if not same and not (saved.measured and saved.measured.randomised):
+            raise UserError(
+                f"{self.folder} holds an unfinished evaluation of a model that gives other answers, with the same "
+                "weights; delete it to evaluate again"
+            )
 
-    def save(self, state: dict[str, Any], points: Tensor | None) -> None:
-        """Called after every part; writes now and then."""
-        self._unsaved = state, points
+    def save(self, state: State) -> None:
+        """Called after every step; writes now and then."""
+        self._unsaved = state
         if time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        if self.folder is None or self._unsaved is None:
+        """Write what the last finished step left, if it is not on the disk."""
+        state = self._unsaved
+        if self.folder is None or state is None:
             return
-        state, points = self._unsaved
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = digest = None
-        if points is not None:
-            name = f"points-{state['step']}.npy"
-            buffer = io.BytesIO()
-            np.save(buffer, points.cpu().contiguous().numpy())
-            digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
-            with atomic(self.folder / name) as file:
-                file.write(buffer.getbuffer())
-        fields = {"identity": self.identity, **state, "points": name, "points_sha256": digest}
-        write_json(self.folder / "state.json", fields)
+        name, state.points_sha256 = f"points-{state.step}.npy", None
+        if state.points is not None:
+            state.points_sha256 = _write(self.folder / name, np.save, state.points.cpu().contiguous().numpy())
+        write_json(self.folder / "state.json", state.model_dump())
         for old in self.folder.glob("points-*.npy"):
-            if old.name != name:
+            if old.name != name or state.points is None:
                 old.unlink()
         self._unsaved, self._saved_at = None, time.monotonic()
 
     def keep(self, attack: str, place: str, rows: Tensor, points: Tensor) -> None:
         """Adversarial examples of the images `rows`. On the disk before the state that counts them."""
-        if not self.keep_examples:
-            return
-        if self.folder is None:
-            self.found.setdefault(attack, []).append((rows.cpu(), points.cpu()))
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        buffer = io.BytesIO()
-        np.savez(buffer, rows=rows.cpu().numpy(), points=points.cpu().contiguous().numpy())
-        with atomic(self.folder / f"found-{attack}-{place}.npz") as file:
-            file.write(buffer.getbuffer())
+        rows, points = rows.cpu(), points.cpu()
+        if self.keep_examples and self.folder is None:
+            self.found.setdefault(attack, []).append((rows, points))
+        elif self.keep_examples and self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"found-{attack}-{place}.npz"
+            _write(path, np.savez, rows=rows.numpy(), points=points.contiguous().numpy())
+
+
+def _write(path: Path, save: Callable[..., None], *arrays: Any, **named: Any) -> str:
+    """Write arrays in NumPy's format; returns the checksum of the file."""
+    buffer = io.BytesIO()
+    save(buffer, *arrays, **named)
+    with atomic(path) as file:
+        file.write(buffer.getbuffer())
+    return hashlib.sha256(buffer.getbuffer()).hexdigest()
 
 
 def pieces(folder: Path, attack: str, array: str) -> Iterator[Any]:
@@ -107,13 +135,13 @@ def pieces(folder: Path, attack: str, array: str) -> Iterator[Any]:
             with np.load(path) as piece:
                 values = piece[array]
         except UNREADABLE_ARRAYS:
-            raise Damaged(f"{path} is damaged; delete {folder} to evaluate anew") from None
+            raise Damaged(f"{path} is damaged; delete {folder} to evaluate again") from None
         yield values
 
 
 @contextmanager
 def for_one_process(folder: Path) -> Iterator[None]:
-    """The folder of an evaluation, while no other process may work in it; it goes where nothing was kept in it."""
+    """The folder of an evaluation, while no other process may work in it; removed where nothing was kept in it."""
     with locked(folder):
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
@@ -125,7 +153,7 @@ def for_one_process(folder: Path) -> Iterator[None]:
 
 
 def discard(folder: Path) -> None:
-    """The result is on the disk: what was kept to continue is not needed any more."""
+    """The result is on the disk: what was kept to resume is not needed any more."""
     (folder / "state.json").unlink(missing_ok=True)  # first: what is left is of no evaluation
     shutil.rmtree(folder, ignore_errors=True)
 

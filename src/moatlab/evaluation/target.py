@@ -1,40 +1,47 @@
-"""What is evaluated: the model of a run folder, of a weights file, or of a factory; and the images it is tried on."""
-
-from __future__ import annotations
+"""What is evaluated: the model of a run folder, of a weights file or of a factory, and its test images."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from torch import Tensor, nn
 
-from moatlab.attacks.norms import USUAL_EPS, Norm
-from moatlab.data import KNOWN_SIZES, Images, load_images
-from moatlab.evaluation.checks import check_norm
-from moatlab.models import BUILT_IN, build_model
+from moatlab.attacks.norms import Threat
+from moatlab.data.images import Images
+from moatlab.data.loading import KNOWN_SIZES, load_images
+from moatlab.models.registry import BUILT_IN, build_model
 from moatlab.models.weights import hash_of, read_weights, set_weights
 from moatlab.runtime.console import warn
+from moatlab.runtime.device import choose_device
 from moatlab.runtime.errors import UserError, needs_trust
+from moatlab.runtime.files import RunFile
 from moatlab.training.recipe import load_recipe, slug
-from moatlab.training.setup import choose_device
+
+
+class Subject(BaseModel, extra="forbid", strict=True):
+    """Where a model came from, as its card names it: enough for `load_target` to find it again."""
+
+    name: str  # for a person
+    model: str  # what builds it
+    file: str | None
+    data: str
+    sha256: str  # of the model itself: see `model_sha256`
+    weights: str | None  # the checksum in its file
 
 
 @dataclass(frozen=True)
-class Subject:
+class Target:
     model: nn.Module
-    name: str  # for a person
-    source: dict[str, Any]  # where the model came from, and what `load_subject` needs to find it again
+    subject: Subject
     card: Path  # where its card goes
     images: Images
-    eps: str  # the radius and norm it was trained for; of a bare model the usual ones
-    norm: Norm
-    arguments: dict[str, Any]  # of a built-in model
-    weights: str | None = None  # the checksum in the model's file
+    threat: Threat  # what it was trained for; the usual one for a bare model
 
     @property
     def sha256(self) -> str:
-        return model_sha256(self.model, self.arguments)
+        return self.subject.sha256
 
 
 def model_sha256(model: nn.Module, arguments: dict[str, Any]) -> str:
@@ -42,8 +49,8 @@ def model_sha256(model: nn.Module, arguments: dict[str, Any]) -> str:
     return hash_of(repr(arguments), [*model.named_parameters(), *model.named_buffers()])
 
 
-def load_subject(
-    target: Path | None,
+def load_target(
+    path: Path | None,
     *,
     model: str | None = None,
     which: str = "last",
@@ -52,72 +59,75 @@ def load_subject(
     device: str = "auto",
     trust_model_code: bool = False,
     read_images: Callable[[str, Path | None], Images] = load_images,
-) -> Subject:
+) -> Target:
     """A run folder, a `.safetensors` or `.pt` file (with `model` where it does not say), or a factory alone."""
-    if target is None and model is None:
+    if path is None and model is None:
         raise UserError("name a run folder, a weights file, or --model package.module:factory")
-    tensors, description = read_weights(weights_file(target, which)) if target else ({}, {})
+    file = weights_file(path, which) if path else None
+    tensors, description = read_weights(file) if file else ({}, {})
     model_name = model or description.get("model")
     if not isinstance(model_name, str):
-        raise UserError(f"{target} does not say which model it holds; name it with --model")
+        raise UserError(f"{path} does not say which model it holds; name it with --model")
     if model is None and model_name not in BUILT_IN and not trust_model_code:
-        raise needs_trust(model_name, target, ", or name it yourself with --model")
-    if target is None and model_name in BUILT_IN:
+        raise needs_trust(model_name, path, ", or name it yourself with --model")
+    if path is None and model_name in BUILT_IN:
         raise UserError(f"--model {model_name} alone has no trained weights; name a run folder or a weights file too")
     own_data = description.get("data")
-    if target is not None and (target / "recipe.toml").exists():
-        own_data = load_recipe(target / "recipe.toml").data  # of a folder of images the weights know the name only
-    if data is None and not isinstance(own_data, str):
-        raise UserError(f"{target or model_name} does not say which images it is for; name them with --data")
-    if data is None and str(own_data) not in KNOWN_SIZES and not Path(str(own_data)).expanduser().exists():
+    if path is not None and (path / RunFile.RECIPE).exists():
+        own_data = load_recipe(path / RunFile.RECIPE).data  # of a folder of images the weights know the name only
+    wanted = data or own_data
+    if not isinstance(wanted, str):
+        raise UserError(f"{path or model_name} does not say which images it is for; name them with --data")
+    if data is None and wanted not in KNOWN_SIZES and not Path(wanted).expanduser().exists():
         raise UserError(
-            f"{target} was trained on {own_data}, which is not in {Path.cwd()}; say where its images are with --data"
+            f"{path} was trained on {own_data}, which is not in {Path.cwd()}; say where its images are with --data"
         )
-    images = read_images(data or str(own_data), data_dir)
-    if data in (None, own_data) and description.get("data_sha256") not in (None, images.sha256):
+    images = read_images(wanted, data_dir)
+    if wanted == own_data and description.get("data_sha256") not in (None, images.sha256):
         warn(f"{images.name} here is not the {images.name} that this model was trained on")
     classes = description.get("classes") or len(images.classes)
     arguments = description.get("arguments") if model_name == description.get("model") else None
     if not isinstance(arguments, dict):
         arguments = guess_arguments(model_name, tensors, images) if model_name in BUILT_IN else {}
     network = build_model(model_name, classes=classes, arguments=arguments)
-    if target is not None:
-        set_weights(network, tensors, target)
+    if path is not None:
+        set_weights(network, tensors, path)
     network.to(choose_device(device)).eval()
-    source = {
-        "model": model_name,
-        "file": weights_file(target, which).name if target else None,
-        "data": data or own_data,
-    }
-    if target is None:
+    if path is None:
         card, name = Path(f"{slug(model_name)}.eval.json"), model_name
-    elif target.is_dir():
-        card, name = card_path(target, which), f"{target} ({which})"
+    elif path.is_dir():
+        card, name = card_path(path, which), f"{path} ({which})"
     else:
-        card, name = target.with_name(f"{target.name}.eval.json"), str(target)
-    eps, norm = str(description.get("eps", USUAL_EPS["linf"])), description.get("norm", "linf")
-    check_norm(norm)
-    return Subject(network, name, source, card, images, eps, norm, arguments, description.get("sha256"))
+        card, name = path.with_name(f"{path.name}.eval.json"), str(path)
+    subject = Subject(
+        name=name,
+        model=model_name,
+        file=file.name if file else None,
+        data=wanted,
+        sha256=model_sha256(network, arguments),
+        weights=description.get("sha256"),
+    )
+    threat = Threat.of(description.get("eps"), str(description.get("norm", "linf")))
+    return Target(network, subject, card, images, threat)
 
 
 def card_path(run: Path, which: str) -> Path:
-    return run / ("eval.json" if which == "last" else "eval_best.json")
+    return run / (RunFile.CARD if which == "last" else RunFile.BEST_CARD)
 
 
 def weights_file(target: Path, which: str) -> Path:
     if not target.is_dir():
         return target
-    path = target / {"last": "model.safetensors", "best": "model_best.safetensors"}[which]
-    if not path.exists():
-        if (target / "run.json").exists():
-            lost = "it was deleted; start the run again with --resume" if which == "last" else (
-                "a best epoch is kept only where --holdout images were watched; use --which last"
-            )  # fmt: skip
-            raise UserError(f"the run {target} has no {path.name}: {lost}")
-        inside = sorted(path.parent.glob("*/model.safetensors"))
-        hint = f"; did you mean {inside[0].parent}?" if inside else "; name the folder of a run, such as runs/NAME"
-        raise UserError(f"{target} holds no {path.name}{hint}")
-    return path
+    path = target / {"last": RunFile.MODEL, "best": RunFile.BEST_MODEL}[which]
+    if path.exists():
+        return path
+    if (target / RunFile.RECORD).exists():
+        lost = "a best epoch is kept only where --holdout images were watched; use --which last"
+        lost = "it was deleted; start the run again with --resume" if which == "last" else lost
+        raise UserError(f"the run {target} has no {path.name}: {lost}")
+    inside = sorted(target.glob(f"*/{RunFile.MODEL}"))
+    hint = f"; did you mean {inside[0].parent}?" if inside else "; name the folder of a run, such as runs/NAME"
+    raise UserError(f"{target} holds no {path.name}{hint}")
 
 
 def guess_arguments(name: str, tensors: dict[str, Tensor], images: Images) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Cost is counted, not guessed: calls of the model, in four kinds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
+
+KINDS = ("forwards", "input_backwards", "weight_backwards", "double_backwards")
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,11 @@ class Cost:
     def passes(self) -> float:
         return (self.forwards + self.input_backwards + self.weight_backwards + self.double_backwards) / 2
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*(a + b for a, b in zip(self.kinds, other.kinds, strict=True)))
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(a + b for a, b in zip(self.kinds, other.kinds, strict=True)))
 
-    def __mul__(self, times: int) -> Cost:
-        return Cost(*(times * kind for kind in self.kinds))
+    def __mul__(self, times: int) -> Self:
+        return type(self)(*(times * kind for kind in self.kinds))
 
     @property
     def kinds(self) -> tuple[int, int, int, int]:
@@ -30,8 +31,7 @@ class Cost:
 
     def as_dict(self, steps_per_epoch: int = 1) -> dict[str, float]:
         """As files and `--json` show it: in passes over the training set, whole numbers written as such."""
-        names = ("forwards", "input_backwards", "weight_backwards", "double_backwards")
-        values = {"passes": self.passes, **dict(zip(names, self.kinds, strict=True))}
+        values = {"passes": self.passes, **dict(zip(KINDS, self.kinds, strict=True))}
         return {name: whole_if_whole(value / steps_per_epoch) for name, value in values.items()}
 
 

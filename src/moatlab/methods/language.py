@@ -8,55 +8,15 @@
 A method is data: nothing here needs torch, and the trainer knows no method by name.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from moatlab.methods.cost import Cost, whole_if_whole
+from moatlab.methods.entry import STEPS, Argument
+from moatlab.methods.stages import STAGES
 from moatlab.runtime.errors import UserError, did_you_mean
-
-
-@dataclass(frozen=True)
-class Argument:
-    """What may stand behind a stage's colon."""
-
-    symbol: str
-    whole: bool
-    low: float
-    high: float = math.inf
-    default: float | None = None
-
-    def __str__(self) -> str:
-        if not self.whole:
-            return f"a number >= {self.low:g}"
-        return f"a whole number from {self.low:g} to {self.high:g}"
-
-
-@dataclass(frozen=True)
-class StageKind:
-    """A stage as the language knows it: its argument and the cost of one step. What it does is in `stages`."""
-
-    cost: Callable[[Any], Cost]
-    argument: Argument | None = None
-
-
-STEPS = Argument("K", whole=True, low=1, high=1000)
-
-STAGES: dict[str, StageKind] = {
-    "standard": StageKind(lambda _: Cost(1, 0, 1)),
-    "mixup": StageKind(lambda _: Cost(1, 0, 1)),
-    "cutmix": StageKind(lambda _: Cost(1, 0, 1)),
-    "fgsm": StageKind(lambda _: Cost(2, 1, 1)),
-    "fast": StageKind(lambda _: Cost(2, 1, 1)),
-    "nfgsm": StageKind(lambda _: Cost(2, 1, 1)),
-    "pgd": StageKind(lambda k: Cost(k + 1, k, 1), STEPS),
-    "kim": StageKind(lambda c: Cost(c + 1, 1, 1), Argument("C", whole=True, low=1, high=100, default=3)),
-    "gradalign": StageKind(lambda _: Cost(3, 2, 1, 1), Argument("LAMBDA", whole=False, low=0, default=0.2)),
-}
 
 
 @dataclass(frozen=True)
@@ -69,10 +29,10 @@ class Stage:
     def __str__(self) -> str:
         return self.name + (":" + ">".join(str(whole_if_whole(value)) for value in self.values) if self.values else "")
 
-    def at(self, epoch: int, epochs: int) -> Stage:
+    def at(self, epoch: int, epochs: int) -> Self:
         """The stage with the one value it has at `epoch`: part i holds the epochs with i T <= t n < (i+1) T."""
         parts = len(self.values)
-        return Stage(self.name, (self.values[epoch * parts // epochs],)) if parts else self
+        return replace(self, values=(self.values[epoch * parts // epochs],)) if parts else self
 
     @property
     def value(self) -> Any:

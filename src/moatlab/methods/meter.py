@@ -1,7 +1,5 @@
 """Counts passes where they happen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

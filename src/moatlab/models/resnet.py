@@ -1,14 +1,10 @@
-"""ResNet-18 (He et al., 2016, "Deep residual learning"), as it is used on small images: no pooling before the end."""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
+"""ResNet-18 (He et al., 2016, "Deep residual learning"), without the early pooling, as is usual for small images."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moatlab.models.convolution import Conv2d
-from moatlab.models.preact_resnet import Normalize
+from moatlab.models.preact_resnet import Channels, Normalize
 
 
 class Block(nn.Module):
@@ -29,12 +25,7 @@ class Block(nn.Module):
 
 class ResNet18(nn.Module):
     def __init__(
-        self,
-        *,
-        classes: int,
-        width: int = 64,
-        mean: Sequence[float] = (0.0, 0.0, 0.0),
-        std: Sequence[float] = (1.0, 1.0, 1.0),
+        self, *, classes: int, width: int = 64, mean: Channels = (0.0, 0.0, 0.0), std: Channels = (1.0, 1.0, 1.0)
     ) -> None:
         super().__init__()
         self.normalize = Normalize(mean, std)

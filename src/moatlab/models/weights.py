@@ -1,6 +1,4 @@
-"""Trained weights from files: tensors and nothing else. A file that holds code, or was damaged, is refused."""
-
-from __future__ import annotations
+"""Files of trained weights: tensors and nothing else. A file that holds code, or was damaged, is refused."""
 
 import hashlib
 import json
@@ -15,69 +13,62 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import nn
 
-from moatlab.runtime.errors import UserError
-from moatlab.runtime.files import SCHEMA, check_pickle, read_json
+from moatlab.runtime.errors import UserError, first_line
+from moatlab.runtime.files import SCHEMA, UNREADABLE_ARRAYS, RunFile, atomic, check_pickle, read_json
 
-METADATA_KEY = "moatlab"
-UNREADABLE = (
-    RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError,
-    struct.error, RecursionError, MemoryError, ArithmeticError, NotImplementedError, zipfile.BadZipFile,
-)  # what torch.load was seen to raise on damaged files  # fmt: skip
+_METADATA_KEY = "moatlab"
+# what torch.load was seen to raise on damaged files
+UNREADABLE = (*UNREADABLE_ARRAYS, ArithmeticError, AssertionError, AttributeError, IndexError, struct.error)
 PICKLED = (".pt", ".pth", ".ckpt", ".bin", ".tar")
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a `.safetensors` or `.pt` file (or of a run folder's `model.safetensors`) and what it says about
-    itself. Nothing but tensors is ever read: a file that holds code is refused."""
+    """The tensors of a `.safetensors` or `.pt` file or of a run folder, and the file's description of its model."""
     path = Path(path)
-    path = path / "model.safetensors" if path.is_dir() else path
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is not a file")
+    path = path / RunFile.MODEL if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"{path} is not a file" if path.exists() else f"there is no trained model at {path}")
     if path.suffix.lower() in PICKLED:
         return _read_pickled(path), {}
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            description = json.loads(metadata.get(METADATA_KEY, "{}"))
+            description = json.loads(metadata.get(_METADATA_KEY, "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except FileNotFoundError:
-        raise UserError(f"there is no trained model at {path}") from None
     except (SafetensorError, OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is not a readable .safetensors file ({first_line(error)})") from None
     if not isinstance(description, dict):
         raise UserError(f"{path} does not describe its model as moatlab does")
     if description.get("schema", SCHEMA) != SCHEMA:
         raise UserError(f"{path} has schema {description['schema']}; this version of moatlab reads {SCHEMA}")
-    if METADATA_KEY in metadata and description.get("sha256") != fingerprint(tensors, description):
+    if _METADATA_KEY in metadata and description.get("sha256") != fingerprint(tensors, description):
         raise UserError(f"{path} is damaged, or was changed after it was written: its checksum does not fit")
-    check_origin(path, description.get("sha256"))
+    _check_origin(path, description.get("sha256"))
     return tensors, description
 
 
-def check_origin(path: Path, digest: str | None) -> None:
-    """The model of a finished run is the one that the run wrote."""
+def _check_origin(path: Path, digest: str | None) -> None:
+    """The model in the folder of a finished run must be the one that the run wrote."""
     try:
-        record = read_json(path.parent / "run.json")
+        record = read_json(path.parent / RunFile.RECORD)
     except UserError:
-        return  # not in a run's folder, or nothing to go by
-    if (
-        path.name == "model.safetensors"
-        and record.get("status") == "finished"
-        and record.get("model") not in (None, digest)
-    ):
+        return  # not in a run's folder, or nothing to compare with
+    finished = path.name == RunFile.MODEL and record.get("status") == "finished"
+    if finished and record.get("model") not in (None, digest):
         raise UserError(f"{path} is not the model that this run wrote; it was replaced by another")
 
 
 def fingerprint(tensors: dict[str, torch.Tensor], description: dict[str, Any]) -> str:
-    """Names the exact content of a model's file: a flipped bit of a weight, or of the radius it is for, changes it."""
+    """Identifies the exact content of a model's file: one bit of a weight, or of the radius it is for, changes it."""
     described = {name: value for name, value in description.items() if name != "sha256"}
     return hash_of(json.dumps(described, sort_keys=True), sorted(tensors.items()))
 
 
 def hash_of(text: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Of a text, and of the names, types, shapes and bytes of tensors."""
+    """SHA-256 of a text, and of the names, types, shapes and bytes of tensors."""
     digest = hashlib.sha256(text.encode())
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -85,23 +76,14 @@ def hash_of(text: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def first_line(error: BaseException) -> str:
-    """What an exception says, as part of a sentence."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
 def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
     """A state dict saved by `torch.save`, alone or under the key that public code gives it."""
-    if not path.exists():
-        raise UserError(f"there is no trained model at {path}")
     try:
         check_archive(BytesIO(path.read_bytes()))
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise UserError(
-            f"{path} holds more than tensors, or is damaged; it was refused unread, because unpickling it could run "
-            "code (save model.state_dict() instead)"
-        ) from None
+        trouble = "holds more than tensors, or is damaged; it was refused unread, because unpickling it could run code"
+        raise UserError(f"{path} {trouble} (save model.state_dict() instead)") from None
     except UNREADABLE as error:
         raise UserError(f"{path} can't be read; it is truncated or not a PyTorch file ({first_line(error)})") from None
     for name in ("state_dict", "model_state_dict", "model", "net"):
@@ -113,8 +95,8 @@ def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check_archive(file: BytesIO) -> None:
-    """What torch.load does not look at before it trusts a file: checksums, and parts or pickles that would explode.
-    Raises a ValueError or an OverflowError."""
+    """Checks what torch.load does not check before it trusts a file: checksums, and parts or pickles that would exhaust
+    the memory. Raises a ValueError or an OverflowError."""
     if not zipfile.is_zipfile(file):
         file.seek(0)
         if file.read(4) == b"PK\3\4":
@@ -135,21 +117,29 @@ def check_archive(file: BytesIO) -> None:
 
 
 def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str | Path) -> None:
-    """Refused, with the first mismatch named, unless every name and every shape fits."""
+    """Raises a UserError that names the first mismatch, unless every name and every shape fits."""
     own = model.state_dict()
     if not own.keys() & tensors.keys():  # DataParallel puts this before every name
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-    reason = None
+    reasons = []
     for name, tensor in own.items():
         if name not in tensors:
-            reason = f"it lacks '{name}'"
+            reasons.append(f"it lacks '{name}'")
         elif tensors[name].shape != tensor.shape:
-            reason = f"'{name}' is {tuple(tensors[name].shape)} there and {tuple(tensor.shape)} in the model"
-        if reason:
-            break
-    surplus = next((name for name in tensors if name not in own), None)
-    if reason is None and surplus is not None:
-        reason = f"it has '{surplus}', which the model has not"
-    if reason:
-        raise UserError(f"the weights in {source} don't fit the model: {reason}")
+            reasons.append(f"'{name}' is {tuple(tensors[name].shape)} there and {tuple(tensor.shape)} in the model")
+    reasons += [f"it has '{name}', which the model has not" for name in tensors if name not in own]
+    if reasons:
+        raise UserError(f"the weights in {source} don't fit the model: {reasons[0]}")
     model.load_state_dict(tensors)
+
+
+def write_weights(path: Path, model: nn.Module, description: dict[str, Any]) -> str:
+    """Writes weights and what is needed to rebuild the model; returns the checksum that is in the file. There is one
+    metadata key, because the file format shuffles several."""
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    description = {"schema": SCHEMA, **description}
+    digest = fingerprint(tensors, description)
+    text = json.dumps({**description, "sha256": digest}, sort_keys=True)
+    with atomic(path) as file:
+        file.write(save(tensors, metadata={_METADATA_KEY: text}))
+    return digest

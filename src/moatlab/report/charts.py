@@ -3,8 +3,6 @@
 Colours are classes (`s0`, `s1`, ...) that the page's style sheet gives a value for light and for dark.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -79,20 +77,18 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def line_chart(
-    series: Sequence[Series], *, x_label: str, y_label: str, x_unit: str, bands: Sequence[Band] = (),
-    guide: float | None = None,
-) -> Markup:  # fmt: skip
+    series: Sequence[Series], *, x_label: str, y_label: str, bands: Sequence[Band] = (), guide: float | None = None
+) -> Markup:
     """Curves in percent. `guide` marks a place on the x axis, such as the radius that was trained for."""
     shown = [one for one in series if one.points]
     xs = [x for one in shown for x, _ in one.points] or [0.0, 1.0]
     highest = max([y for one in shown for _, y in one.points], default=1.0)
     frame = Frame(min(xs), max(xs), max(highest * 1.08, 1.0))
-    parts = [
-        tag("rect", class_=f"band b{band.kind % 4}", x=frame.x(max(band.begin, frame.x_low)), y=TOP,
-            width=frame.x(min(band.end, frame.x_high)) - frame.x(max(band.begin, frame.x_low)),
-            height=HEIGHT - TOP - BOTTOM)
-        for band in bands
-    ]  # fmt: skip
+    parts = []
+    for band in bands:
+        left, right = frame.x(max(band.begin, frame.x_low)), frame.x(min(band.end, frame.x_high))
+        place = {"x": left, "y": TOP, "width": right - left, "height": HEIGHT - TOP - BOTTOM}
+        parts.append(tag("rect", class_=f"band b{band.kind % 4}", **place))
     parts += _axes(frame, x_label, y_label)
     if guide is not None and frame.x_low <= guide <= frame.x_high:
         parts.append(tag("line", class_="own", x1=frame.x(guide), x2=frame.x(guide), y1=TOP, y2=HEIGHT - BOTTOM))
@@ -108,11 +104,8 @@ def line_chart(
         for x, y in one.marks:
             cross = "M-6,-6L6,6M-6,6L6,-6"
             parts.append(tag("path", class_=f"cross {kind}", d=cross, transform=_at(frame.x(x), frame.y(y))))
-    values = [
-        {"name": one.name, "colour": one.colour % COLOURS, "x": [x for x, _ in one.points],
-         "y": [round(y, 2) for _, y in one.points]} for one in shown
-    ]  # fmt: skip
-    return _figure(parts, {"kind": "lines", "series": values, "unit": x_unit, **_box(frame)}, f"{y_label} by {x_label}")
+    values = [_values(one.name, one.colour, one.points) for one in shown]
+    return _figure(parts, f"{y_label} by {x_label}", frame, kind="lines", series=values, unit=x_label.partition(" ")[0])
 
 
 def scatter(
@@ -138,10 +131,8 @@ def scatter(
             continue  # no room left; the legend has it
         taken.append((x_name, y_name))
         parts.append(tag("text", name, class_="name", x=x_name, y=y_name, text_anchor=side))
-    values = [{"name": name, "colour": colour % COLOURS, "x": [x], "y": [round(y, 2)]} for name, colour, x, y in points]
-    return _figure(
-        parts, {"kind": "points", "series": values, "unit": x_label, **_box(frame)}, f"{y_label} by {x_label}"
-    )
+    values = [_values(name, colour, [(x, y)]) for name, colour, x, y in points]
+    return _figure(parts, f"{y_label} by {x_label}", frame, kind="points", series=values, unit=x_label)
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
@@ -179,7 +170,7 @@ def surface(loss: list[list[float]], wrong: list[list[int]]) -> Markup:
         tag("text", "a random direction →", class_="axis", x=WIDTH / 2 + 150, y=HEIGHT - 16, text_anchor="middle"),
         tag("text", f"loss {low:.2g} to {high:.2g}", class_="axis", x=12, y=24, text_anchor="start"),
     ]
-    return _figure(parts, None, "loss around one image")
+    return _figure(parts, "loss around one image")
 
 
 def _axes(frame: Frame, x_label: str, y_label: str) -> list[Markup]:
@@ -189,8 +180,8 @@ def _axes(frame: Frame, x_label: str, y_label: str) -> list[Markup]:
         parts.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
         parts.append(tag("text", f"{value:g}", class_="tick", x=LEFT - 6, y=y + 4, text_anchor="end"))
     for value in ticks(frame.x_low, frame.x_high):
-        parts.append(tag("text", f"{value:g}", class_="tick", x=frame.x(value), y=HEIGHT - BOTTOM + 16,
-                         text_anchor="middle"))  # fmt: skip
+        place = {"x": frame.x(value), "y": HEIGHT - BOTTOM + 16}
+        parts.append(tag("text", f"{value:g}", class_="tick", text_anchor="middle", **place))
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(tag("text", x_label, class_="axis", x=middle, y=HEIGHT - 6, text_anchor="middle"))
     turned = f"translate(13 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)"
@@ -202,11 +193,20 @@ def _at(x: float, y: float) -> str:
     return f"translate({x:.1f} {y:.1f})"
 
 
-def _box(frame: Frame) -> dict[str, list[float]]:
-    return {"view": [WIDTH, HEIGHT], "x": [frame.x_low, frame.x_high, LEFT, WIDTH - RIGHT],
-            "y": [0.0, frame.y_high, HEIGHT - BOTTOM, TOP]}  # fmt: skip
+def _values(name: str, colour: int, points: Sequence[Point]) -> dict[str, Any]:
+    """For the script that shows values on hover."""
+    return {
+        "name": name,
+        "colour": colour % COLOURS,
+        "x": [x for x, _ in points],
+        "y": [round(y, 2) for _, y in points],
+    }
 
 
-def _figure(parts: Sequence[str], values: dict[str, Any] | None, label: str) -> Markup:
+def _figure(parts: Sequence[str], label: str, frame: Frame | None = None, **chart: Any) -> Markup:
+    """A drawing; `chart` is what the script needs to show its values."""
     drawing = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
-    return tag("div", drawing, class_="plot", **({"data_chart": json.dumps(values)} if values else {}))
+    if frame is None:
+        return tag("div", drawing, class_="plot")
+    axes = {"x": [frame.x_low, frame.x_high, LEFT, WIDTH - RIGHT], "y": [0.0, frame.y_high, HEIGHT - BOTTOM, TOP]}
+    return tag("div", drawing, class_="plot", data_chart=json.dumps({**chart, "view": [WIDTH, HEIGHT], **axes}))

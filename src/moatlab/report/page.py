@@ -4,12 +4,10 @@ Text goes through a template that escapes it, whatever file it came from; the on
 page's security policy, so that no other could run.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,31 +15,68 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
+from moatlab.attacks.catalog import CATALOG, NAMES, WATCHED
+from moatlab.attacks.norms import Threat
 from moatlab.report.charts import COLOURS, Band, Series, line_chart, pareto, scatter, surface
 from moatlab.report.plots import plot_portrait, plot_run
 from moatlab.report.views import RunView, find_runs, gather
-from moatlab.runtime import console
+from moatlab.runtime.console import duration, verbosity, warn
 from moatlab.runtime.errors import NotWritten, RunFailed, UserError
-from moatlab.runtime.files import atomic, make_folder, remove_leftovers
-from moatlab.training.recipe import parse_eps
-
-__all__ = ["find_runs", "publish", "write_report"]
+from moatlab.runtime.files import RunFile, atomic, make_folder, remove_leftovers
+from moatlab.training.api import TrainedRun
 
 HERE = Path(__file__).parent
-ATTACKS = ("clean", "fgsm", "pgd7", "pgd50", "cw50", "mim50", "apgd-ce", "apgd-t", "fab-t", "square", "aa-fast", "aa")
-STRONGEST = ("aa", "pgd50", "pgd7")
-ACCURACIES = {"clean": 6, "fgsm": 4, "pgd7": 1}  # and their colours
-CARD_SHOWN = ("subject", "data", "settings", "results", "all_attacks", "flags", "measured", "audit", "environment")
+ACCURACIES = dict(zip(WATCHED, (6, 4, 1), strict=True))  # and their colours
+LONG = {"first_broken_by", "broken_by", "adversarial"}  # of a card, not shown
+Run = str | Path | TrainedRun
 
 
 def write_report(
-    folders: list[Path], out: Path, *, data_dir: Path | None = None, trust_model_code: bool = False,
-    title: str | None = None, top: dict[str, Any] | None = None,
-) -> None:  # fmt: skip
-    """Write a page about the runs in `folders`; `top` holds tables and claims to stand above them."""
+    runs: Run | Sequence[Run],
+    out: str | Path | None = None,
+    *,
+    data_dir: str | Path | None = None,
+    trust_model_code: bool = False,
+    verbose: bool | None = None,
+) -> Path:
+    """Write a page about runs, given as folders (of runs, or of folders of runs) or as what `train` returned; return
+    its path, `out` or report.html in the first folder.
+
+    What it shows of a model is measured once, and kept in the run's portrait.json. `trust_model_code`: models that name
+    their code may be built for it. `verbose`: progress and warnings on stderr; if it is not given, where that is a
+    terminal or a notebook.
+    """
+    each = [runs] if isinstance(runs, str) or not isinstance(runs, Sequence) else runs
+    folders = [run.folder if isinstance(run, TrainedRun) else Path(run) for run in each]
+    if not folders:
+        raise UserError("name at least one run folder, such as runs/moat-2_mini_s0")
+    out = Path(out) if out else folders[0] / RunFile.REPORT
+    with verbosity(verbose):
+        _write(find_runs(folders), out, data_dir=data_dir, trust_model_code=trust_model_code)
+    return out
+
+
+def publish(folders: list[Path], out: Path, **options: Any) -> None:
+    """Write a page about runs that are done; if it can't be made, only a warning is printed. Options: see `_write`."""
+    try:
+        _write(folders, out, **options)
+    except (UserError, RunFailed) as error:
+        warn(f"no report was made: {error}")
+
+
+def _write(
+    folders: list[Path],
+    out: Path,
+    *,
+    data_dir: str | Path | None = None,
+    trust_model_code: bool = False,
+    title: str | None = None,
+    top: dict[str, Any] | None = None,
+) -> None:
+    """`top` holds tables and claims to stand above the runs."""
     if out.is_dir():
-        raise UserError(f"{out} is a folder; name a file, such as {out / 'report.html'}")
-    views = gather(folders, data_dir=data_dir, trust_model_code=trust_model_code)
+        raise UserError(f"{out} is a folder; name a file, such as {out / RunFile.REPORT}")
+    views = gather(folders, data_dir=Path(data_dir) if data_dir else None, trust_model_code=trust_model_code)
     for view in views:
         try:
             draw_pictures(view)
@@ -52,17 +87,6 @@ def write_report(
     remove_leftovers(out)
     with atomic(out) as file:
         file.write(page.encode(errors="replace"))  # a name from the disk, or from a file, may be no text
-
-
-def publish(
-    folders: list[Path], out: Path, *, data_dir: Path | None, trust_model_code: bool, title: str | None = None,
-    top: dict[str, Any] | None = None,
-) -> None:  # fmt: skip
-    """Write a page about runs that are done, whatever becomes of it."""
-    try:
-        write_report(folders, out, data_dir=data_dir, trust_model_code=trust_model_code, title=title, top=top)
-    except (UserError, RunFailed) as error:
-        console.warn(f"no report was made: {error}")
 
 
 def draw_pictures(view: RunView) -> None:
@@ -77,192 +101,164 @@ def draw_pictures(view: RunView) -> None:
 
 
 def render(views: list[RunView], *, title: str | None = None, top: dict[str, Any] | None = None) -> str:
+    template, style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    script = (HERE / "page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    columns = [name for name in ATTACKS if any(name in view.accuracy for view in views)]
-    runs = [_run(view, number, columns) for number, view in enumerate(views)]
-    settings = list(dict.fromkeys(run["setting"] for run in runs if run["setting"]))
     problems = [
         problem if str(view.folder) in problem else f"{view.folder}: {problem}"
         for view in views
         for problem in view.problems
     ]
     for problem in problems:
-        console.warn(problem)
-    return environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(
+        warn(problem)
+    columns = [name for name in NAMES if any(name in view.accuracy for view in views)]
+    settings = {view.recipe.setting for view in views if view.recipe}
+    return environment.from_string(template).render(
         title=title or (", ".join(view.label for view in views) if len(views) <= 4 else f"{len(views)} runs"),
-        settings=settings if len(settings) == 1 else [],
-        style=Markup((HERE / "page.css").read_text(encoding="utf-8")),  # ours: no text of a run is in it
+        settings=settings if len(settings) == 1 else (),
+        style=Markup(style),  # ours: no text of a run is in it
         script=Markup(script),
-        script_hash=f"sha256-{digest}",
+        script_hash=f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
         warnings=_warnings(views) + ([("in the tables", flag) for flag in top["flags"]] if top else []),
         problems=problems + (top["failures"] if top else []),
         columns=columns,
         columns_note=_note_on_columns(views),
-        runs=runs,
+        runs=[_run(view, number) for number, view in enumerate(views)],
         plots=_plots(views),
         accuracies=ACCURACIES,
+        duration=duration,
         version=version("moatlab"),
         top=top,
     )
 
 
 def _warnings(views: list[RunView]) -> list[tuple[str, str]]:
-    found = [(f"{view.label}: {flag['name']}", f"{flag['meaning']} ({flag['evidence']})")
-             for view in views for flag in view.flags]  # fmt: skip
-    told = "catastrophic-overfitting"
-    collapsed = [view for view in views if view.collapsed_at and told not in {flag["name"] for flag in view.flags}]
-    return found + [
-        (f"{view.label}: collapsed", f"robustness was lost at epoch {view.collapsed_at} and did not come back")
-        for view in collapsed
-    ]
+    found = []
+    for view in views:
+        found += [(f"{view.label}: {flag.name}", f"{flag.meaning} ({flag.evidence})") for flag in view.flags]
+        if view.collapsed_at and "catastrophic-overfitting" not in {flag.name for flag in view.flags}:
+            lost = f"robustness was lost at epoch {view.collapsed_at} and did not come back"
+            found.append((f"{view.label}: collapsed", lost))
+    return found
 
 
 def _note_on_columns(views: list[RunView]) -> str:
     """On how many test images each column was measured."""
-    counts = {f"{card['data']['images']:,} ({', '.join(card['results'])})" for view in views for card in view.cards}
+    counts = {f"{card.data.images:,} ({', '.join(card.results)})" for view in views for card in view.cards}
     for view in views:
-        measured = {name for card in view.cards for name in card["results"]}
-        if view.record and view.record.final and (quick := [name for name in ACCURACIES if name not in measured]):
+        measured = {name for card in view.cards for name in card.results}
+        if view.record and view.record.final and (quick := [name for name in WATCHED if name not in measured]):
             counts.add(f"{view.record.final['images']:,} ({', '.join(quick)})")
     return f"Test images: {'; '.join(sorted(counts))}. pgd7 is a quick look of seven steps." if counts else ""
 
 
 def _plots(views: list[RunView]) -> list[dict[str, Any]]:
     """What compares the runs: over the epochs, against cost, by radius."""
-    curves = [
-        Series(
-            view.label, number,
-            [(line["epoch"], 100 * line["pgd7"]) for line in view.metrics],
-            [(line["epoch"], 100 * line["pgd7"]) for line in view.metrics if line["comparable"]]
-            if not all(line["comparable"] for line in view.metrics) else None,
-            _marks(view),
-        )
-        for number, view in enumerate(views)
-        if view.metrics
-    ]  # fmt: skip
-    plots = []
-    if curves:
-        note = "PGD-7 on the watched images after each epoch. Of cycles the ends are bold. A cross: the collapse."
-        drawing = line_chart(curves, x_label="epoch", y_label="PGD-7 accuracy (%)", x_unit="epoch")
-        plots.append(_plot("epochs", "Robustness over the epochs", drawing, note, _keys(views, curves)))
-    tried = [view for view in views if view.accuracy and view.record]
-    measure = next((name for name in STRONGEST if tried and all(name in view.accuracy for view in tried)), None)
-    if measure:
-        points = [
-            (view.label, number, view.record.counted["passes"], 100 * view.accuracy[measure])
-            for number, view in enumerate(views)
-            if view.record and measure in view.accuracy
-        ]
-        threats = {(recipe.data, recipe.norm, recipe.eps_value) if (recipe := view.recipe) else None for view in tried}
-        alike = len(threats) == 1
-        front = pareto([(x, y) for _, _, x, y in points]) if alike else []
-        drawing = scatter(
-            points, x_label="passes over the training set", y_label=f"accuracy under {measure} (%)", front=front
-        )  # fmt: skip
-        note = "Robustness, and what training cost."
-        if not alike:
-            note += " The runs differ in data, norm or radius, so that their robustness does not compare."
-        elif len(front) > 1:  # or one run beats all others
-            note = "The dashed line joins the runs that no other beats in both robustness and cost."
-        plots.append(_plot("cost", "Robustness against cost", drawing, note, _keys(views, points)))
-    return plots + [
-        _by_radius(views, norm) for norm in dict.fromkeys(one["norm"] for one in _portraits(views).values())
+    plots = [_over_epochs(views), _against_cost(views)]
+    norms = dict.fromkeys(view.portrait.norm for view in views if view.portrait)
+    return [plot for plot in plots if plot] + [_by_radius(views, norm) for norm in norms]
+
+
+def _over_epochs(views: list[RunView]) -> dict[str, Any] | None:
+    curves = []
+    for number, view in enumerate(views):
+        ends = _curve(line for line in view.metrics if line["comparable"])
+        bold = ends if len(ends) < len(view.metrics) else None
+        curves += [Series(view.label, number, _curve(view.metrics), bold, _marks(view))] if view.metrics else []
+    if not curves:
+        return None
+    note = "PGD-7 on the watched images after each epoch. Of cycles the ends are bold. A cross: the collapse."
+    drawing = line_chart(curves, x_label="epoch", y_label="PGD-7 accuracy (%)")
+    return _plot("epochs", "Robustness over the epochs", drawing, note, views, [one.colour for one in curves])
+
+
+def _against_cost(views: list[RunView]) -> dict[str, Any] | None:
+    """By the strongest attack that all runs were tried with."""
+    tried = {number: view for number, view in enumerate(views) if view.accuracy and view.record}
+    ranked = sorted((attack for attack in CATALOG.values() if attack.rank), key=lambda attack: -attack.rank)
+    names = [one.name for one in ranked if tried and all(one.name in view.accuracy for view in tried.values())]
+    if not names:
+        return None
+    points = [
+        (view.label, number, view.record.counted["passes"], 100 * view.accuracy[names[0]])
+        for number, view in tried.items()
+        if view.record
     ]
-
-
-def _portraits(views: list[RunView]) -> dict[int, dict[str, Any]]:
-    return {number: view.portrait for number, view in enumerate(views) if view.portrait}
+    threats = {(view.recipe.data, view.recipe.threat) if view.recipe else None for view in tried.values()}
+    alike = len(threats) == 1
+    front = pareto([(x, y) for _, _, x, y in points]) if alike else []
+    y_label = f"accuracy under {names[0]} (%)"
+    drawing = scatter(points, x_label="passes over the training set", y_label=y_label, front=front)
+    note = "Robustness, and what training cost."
+    if not alike:
+        note += " The runs differ in data, norm or radius, so that their robustness does not compare."
+    elif len(front) > 1:  # or one run beats all others
+        note = "The dashed line joins the runs that no other beats in both robustness and cost."
+    return _plot("cost", "Robustness against cost", drawing, note, views, tried)
 
 
 def _by_radius(views: list[RunView], norm: str) -> dict[str, Any]:
     """Robustness by radius, of the runs that were trained in this norm."""
-    portraits = {number: portrait for number, portrait in _portraits(views).items() if portrait["norm"] == norm}
-    curves = [Series(views[number].label, number, _curve(portrait)) for number, portrait in portraits.items()]
-    scale, x_label = (255, "eps x 255 (L-inf)") if norm == "linf" else (1, "eps (L2)")
-    own = {scale * parse_eps(portrait["eps"], norm) for portrait in portraits.values()}
+    portraits = {n: view.portrait for n, view in enumerate(views) if view.portrait and view.portrait.norm == norm}
+    curves = [Series(views[number].label, number, portrait.points) for number, portrait in portraits.items()]
+    own = {one.scale * Threat.of(one.eps, norm).eps for one in portraits.values()}
     guide = own.pop() if len(own) == 1 else None
-    drawing = line_chart(curves, x_label=x_label, y_label="robust accuracy (%)", x_unit="eps", guide=guide)
-    counts = " or ".join(dict.fromkeys(str(portrait["curve"]["images"]) for portrait in portraits.values()))
-    steps = " or ".join(dict.fromkeys(str(portrait["steps"]) for portrait in portraits.values()))
+    x_label = "eps x 255 (L-inf)" if norm == "linf" else "eps (L2)"
+    drawing = line_chart(curves, x_label=x_label, y_label="robust accuracy (%)", guide=guide)
+    counts = " or ".join(dict.fromkeys(str(one.curve.images) for one in portraits.values()))
+    steps = " or ".join(dict.fromkeys(str(one.steps) for one in portraits.values()))
     note = (
-        f"A quick attack of {steps} steps on {counts} test images; who falls at a radius counts as fallen at larger "
-        f"ones.{' The dashed line: the radius trained for.' if guide is not None else ''}"
+        f"A quick attack of {steps} steps on {counts} test images; an image that is broken at a radius counts as "
+        f"broken at larger ones.{' The dashed line: the radius trained for.' if guide is not None else ''}"
     )
-    return _plot(f"radius-{norm}", "Robustness by radius", drawing, note, _keys(views, curves))
+    return _plot(f"radius-{norm}", "Robustness by radius", drawing, note, views, portraits)
 
 
-def _plot(name: str, title: str, drawing: Markup, note: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _plot(
+    name: str, title: str, drawing: Markup, note: str, views: list[RunView], numbers: Iterable[int]
+) -> dict[str, Any]:
+    """With a legend: the runs that are in it."""
+    runs = [{"colour": number % COLOURS, "label": views[number].label} for number in sorted(numbers)]
     return {"id": name, "title": title, "drawing": drawing, "note": note, "runs": runs}
 
 
-def _keys(views: list[RunView], drawn: Sequence[Any]) -> list[dict[str, Any]]:
-    """The legend of a plot: the runs that are in it."""
-    colours = {one.colour if isinstance(one, Series) else one[1] for one in drawn}
-    return [{"colour": number % COLOURS, "label": views[number].label} for number in sorted(colours)]
-
-
-def _curve(portrait: dict[str, Any]) -> list[tuple[float, float]]:
-    scale = 255 if portrait["norm"] == "linf" else 1
-    curve = portrait["curve"]
-    return [(round(scale * eps, 3), 100 * share) for eps, share in zip(curve["eps"], curve["accuracy"], strict=True)]
+def _curve(lines: Iterable[dict[str, Any]], name: str = "pgd7") -> list[tuple[float, float]]:
+    return [(line["epoch"], 100 * line[name]) for line in lines]
 
 
 def _marks(view: RunView) -> tuple[tuple[float, float], ...]:
-    return tuple((line["epoch"], 100 * line["pgd7"]) for line in view.metrics if line["epoch"] == view.collapsed_at)
+    return tuple(_curve(line for line in view.metrics if line["epoch"] == view.collapsed_at))
 
 
-def _run(view: RunView, number: int, columns: list[str]) -> dict[str, Any]:
-    record, accuracy, portrait = view.record, view.accuracy, view.portrait
-    stages = list(dict.fromkeys(line["stage"] for line in view.metrics))
+def _run(view: RunView, number: int) -> dict[str, Any]:
+    record, stages = view.record, list(dict.fromkeys(line["stage"] for line in view.metrics))
     collapsed = f"epoch {view.collapsed_at}" if view.collapsed_at else "no"
     if record and record.kept_epoch:
         collapsed = f"epoch {record.alarms[-1]}, kept {record.kept_epoch}"
     fields: dict[str, Any] = {
-        "label": view.label, "colour": number % COLOURS, "setting": view.recipe.setting if view.recipe else "",
-        "numbers": [f"{100 * accuracy[name]:.1f}" if name in accuracy else "" for name in columns],
-        "passes": f"{record.counted['passes']:g}" if record else "",
-        "time": console.duration(record.train_seconds) if record else "",
+        "view": view,
+        "colour": number % COLOURS,
         "collapsed": collapsed if record and record.final else (record.status if record else "unknown"),
         "stages": stages if len(stages) > 1 else [],
-        "watched": view.recipe.watched if view.recipe else "watched images",
         "files": _files(view),
-    }  # fmt: skip
+    }
     if view.metrics:
         series = [
-            Series(name, kind, [(line["epoch"], 100 * line[name]) for line in view.metrics],
-                   marks=_marks(view) if name == "pgd7" else ())
-            for name, kind in ACCURACIES.items()
-        ]  # fmt: skip
+            Series(name, colour, _curve(view.metrics, name), marks=_marks(view) if name == "pgd7" else ())
+            for name, colour in ACCURACIES.items()
+        ]
         bands = [Band(line["epoch"] - 0.5, line["epoch"] + 0.5, stages.index(line["stage"])) for line in view.metrics]
-        fields["curves"] = line_chart(
-            series, x_label="epoch", y_label="accuracy (%)", x_unit="epoch", bands=bands if len(stages) > 1 else ()
-        )
-    if portrait:
-        fields["surface"] = surface(portrait["surface"]["loss"], portrait["surface"]["wrong"])
-        fields["surface_note"] = (
-            f"Cross-entropy around test image {portrait['surface']['image']} (a {portrait['surface']['class']}, the "
-            f"dot) up to {portrait['eps']} to each side; red where the model is wrong. Smooth is good; where it bends, "
-            "one step along the gradient does not lead to where the loss is high."
-        )
-        fields["examples"] = portrait["examples"]
-        magnified = portrait["examples"][0]["magnified"]
-        fields["examples_note"] = (
-            f"Each column: the image, the image attacked within eps {portrait['eps']}, and the difference magnified "
-            f"{magnified:.0f} times (grey is none)."
-        )
+        shown = bands if len(stages) > 1 else ()
+        fields["curves"] = line_chart(series, x_label="epoch", y_label="accuracy (%)", bands=shown)
+    if view.portrait:
+        fields["surface"] = surface(view.portrait.surface.loss, view.portrait.surface.wrong)
     return fields
 
 
 def _files(view: RunView) -> list[tuple[str, str]]:
-    found = []
-    if view.recipe:
-        found.append(("recipe.toml", view.recipe.to_toml()))
+    found = [(str(RunFile.RECIPE), view.recipe.to_toml())] if view.recipe else []
     for card in view.cards:
-        shown = {name: card[name] for name in CARD_SHOWN if name in card}
-        attacks = ", ".join(card["results"])
-        found.append((f"evaluation card: {attacks}", json.dumps(shown, indent=1)))
+        shown = card.model_dump(exclude_unset=True, exclude=LONG)
+        found.append((f"evaluation card: {', '.join(card.results)}", json.dumps(shown, indent=1)))
     if view.events:
         found.append(("events", "\n".join(str(event.get("message", event["event"])) for event in view.events)))
     return found

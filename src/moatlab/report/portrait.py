@@ -3,29 +3,29 @@
 None of it is a result to report (that is the card): a quick attack on few images.
 """
 
-from __future__ import annotations
-
 import base64
 import io
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import torch
 from PIL import Image
+from pydantic import BaseModel, Field
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from moatlab.attacks.draws import Draws, start_in_ball
+from moatlab.attacks.draws import Draws
 from moatlab.attacks.first_order import strong_pgd
 from moatlab.attacks.losses import is_wrong
-from moatlab.attacks.norms import steepest
+from moatlab.attacks.norms import Norm, Threat
 from moatlab.attacks.probe import Probe, evaluating
-from moatlab.data.batches import as_floats
-from moatlab.evaluation.checks import device_of
-from moatlab.evaluation.target import Subject
-from moatlab.runtime import console
+from moatlab.data.images import as_floats
+from moatlab.evaluation.checks import device_of, images_at_once
+from moatlab.evaluation.target import Target
+from moatlab.runtime.console import Bar
 from moatlab.runtime.device import full_precision
 from moatlab.runtime.randomness import generator
-from moatlab.training.recipe import parse_eps
 
 IMAGES = 200  # for robustness by radius
 RADII = 8  # equal steps, up to 16/255 or the model's own radius
@@ -36,79 +36,136 @@ SIDE = 25  # points of the loss surface along each direction
 SURE = 30.0  # a loss beyond it is drawn as this
 
 
-def draw_portrait(subject: Subject) -> dict[str, Any]:
+class Curve(BaseModel, extra="forbid", strict=True):
+    """Robust accuracy at each radius."""
+
+    eps: list[float]
+    accuracy: list[float]
+    images: int
+
+
+class Example(BaseModel, extra="forbid", strict=True, populate_by_name=True):
+    """An image, the image under attack and their difference, as PNG in base64; and what the model takes them for."""
+
+    label: Annotated[str, Field(alias="class")]
+    predicted: str
+    attacked: str
+    image: str
+    adversarial: str
+    change: str
+    magnified: float
+
+
+class Surface(BaseModel, extra="forbid", strict=True, populate_by_name=True):
+    """The loss around an image, and where the model is wrong."""
+
+    image: int
+    label: Annotated[str, Field(alias="class")]
+    loss: list[list[float]]
+    wrong: list[list[int]]
+
+
+class Portrait(BaseModel, extra="forbid", strict=True):
     """What `portrait.json` holds."""
-    x, y = subject.images.test_x[:IMAGES], subject.images.test_y[:IMAGES]
-    device = device_of(subject.model, torch.empty(0))
-    eps = parse_eps(subject.eps, subject.norm)
-    with evaluating(subject.model), full_precision(), console.Bar("portrait", 3) as bar:
-        images, labels = as_floats(x.to(device)), y.to(device)
-        probe = Probe(subject.model)
-        right = ~is_wrong(probe.logits(images), labels)
-        curve = robustness_by_radius(probe, images, labels, right, max(WIDEST[subject.norm], eps), subject)
+
+    weights: str | None  # the checksum in the model's file
+    eps: str
+    norm: Norm
+    steps: int
+    curve: Curve
+    examples: Annotated[list[Example], Field(min_length=1)]
+    surface: Surface
+
+    @property
+    def scale(self) -> int:
+        """Of radii as they are shown: L-inf ones in 1/255."""
+        return 255 if self.norm == "linf" else 1
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """The curve as it is shown, in percent."""
+        pairs = zip(self.curve.eps, self.curve.accuracy, strict=True)
+        return [(round(self.scale * eps, 3), 100 * share) for eps, share in pairs]
+
+
+def draw_portrait(target: Target) -> Portrait:
+    """Made of no more images at once than an evaluation takes: large ones would exhaust the memory."""
+    device, threat, names = device_of(target.model, torch.empty(0)), target.threat, target.images.classes
+    with evaluating(target.model), full_precision(), Bar("portrait", 3) as bar:
+        x, y = as_floats(target.images.test_x[:IMAGES].to(device)), target.images.test_y[:IMAGES].to(device)
+        probe = Probe(target.model, batch_size=images_at_once(x[0].numel()))
+        right = ~is_wrong(probe.logits(x), y)
+        curve = robustness_by_radius(probe, x, y, right, threat)
         bar.update(1, "examples")
-        examples = shown_examples(probe, images[:SHOWN], labels[:SHOWN], eps, subject)
+        examples = shown_examples(probe, x[:SHOWN], y[:SHOWN], threat, names)
         bar.update(2, "loss surface")
         index = int(right.int().argmax())  # the first that is classified correctly, or the first of all
-        surface = loss_surface(probe, images[index : index + 1], labels[index : index + 1], eps, subject)
-    return {
-        "weights": subject.weights, "eps": subject.eps, "norm": subject.norm, "steps": STEPS, "curve": curve,
-        "examples": examples, "surface": {"image": index, "class": subject.images.classes[int(y[index])], **surface},
-    }  # fmt: skip
+        loss, wrong = loss_surface(probe, x[index : index + 1], y[index : index + 1], threat)
+    return Portrait(
+        weights=target.subject.weights,
+        eps=threat.text,
+        norm=threat.norm,
+        steps=STEPS,
+        curve=curve,
+        examples=examples,
+        surface=Surface(image=index, label=names[int(y[index])], loss=loss, wrong=wrong),
+    )
 
 
-def robustness_by_radius(
-    probe: Probe, x: Tensor, y: Tensor, right: Tensor, widest: float, subject: Subject
-) -> dict[str, Any]:
-    """The share of images that stand at each radius. A larger ball holds the smaller one, so who fell stays down."""
+def robustness_by_radius(probe: Probe, x: Tensor, y: Tensor, right: Tensor, threat: Threat) -> Curve:
+    """A larger ball holds the smaller one, so that an image which is broken stays broken."""
+    widest, at_once = max(WIDEST[threat.norm], threat.eps), probe.batch_size or len(x)
     radii = [widest * number / RADII for number in range(RADII + 1)]
-    standing, accuracy = right.clone(), [right.float().mean().item()]
+    robust, accuracy = right.clone(), [right.float().mean().item()]
     for number, eps in enumerate(radii[1:]):
-        rows = standing.nonzero().squeeze(1)
-        if len(rows):
-            points = _attack(probe, x[rows], y[rows], eps, subject, rows, number)
-            standing[rows] = ~is_wrong(probe.logits(points), y[rows])
-        accuracy.append(standing.float().mean().item())
-    return {"eps": radii, "accuracy": accuracy, "images": len(y)}
+        left = robust.nonzero().squeeze(1)
+        for rows in left.tensor_split(-(-len(left) // at_once)) if len(left) else ():
+            points = _attack(probe, x[rows], y[rows], Threat(threat.norm, eps), rows, number)
+            robust[rows] = ~is_wrong(probe.logits(points), y[rows])
+        accuracy.append(robust.float().mean().item())
+    return Curve(eps=radii, accuracy=accuracy, images=len(y))
 
 
-def _attack(probe: Probe, x: Tensor, y: Tensor, eps: float, subject: Subject, rows: Tensor, number: int) -> Tensor:
-    draws = Draws(0, rows.cpu())
-    start = start_in_ball(x, eps, subject.norm, draws, "portrait start", number)
-    return strong_pgd(probe, x, y, eps=eps, step_size=eps / 4, steps=STEPS, norm=subject.norm, start=start)
+def _attack(probe: Probe, x: Tensor, y: Tensor, threat: Threat, rows: Tensor, number: int) -> Tensor:
+    eps, norm, start = threat.eps, threat.norm, Draws(0, rows.cpu()).in_ball(x, threat, "portrait start", number)
+    return strong_pgd(probe, x, y, eps=eps, step_size=eps / 4, steps=STEPS, norm=norm, start=start)
 
 
-def shown_examples(probe: Probe, x: Tensor, y: Tensor, eps: float, subject: Subject) -> list[dict[str, Any]]:
-    """Images, what an attack makes of them, and the difference, magnified so that eps is the whole range."""
-    points = _attack(probe, x, y, eps, subject, torch.arange(len(y)), RADII)
+def shown_examples(probe: Probe, x: Tensor, y: Tensor, threat: Threat, names: Sequence[str]) -> list[Example]:
+    """The difference is magnified so that eps is the whole range."""
+    points = _attack(probe, x, y, threat, torch.arange(len(y)), RADII)
     changes = points - x
-    scale = eps if subject.norm == "linf" else float(changes.abs().max().clamp(min=1e-12))
-    names = subject.images.classes
+    scale = threat.eps if threat.norm == "linf" else float(changes.abs().max().clamp(min=1e-12))
     answers = [probe.logits(z).argmax(1).tolist() for z in (x, points)]
     return [
-        {
-            "class": names[int(y[i])], "predicted": names[answers[0][i]], "attacked": names[answers[1][i]],
-            "image": as_png(x[i]), "adversarial": as_png(points[i]), "change": as_png(changes[i] / scale / 2 + 0.5),
-            "magnified": 0.5 / scale,
-        }
+        Example(
+            label=names[int(y[i])],
+            predicted=names[answers[0][i]],
+            attacked=names[answers[1][i]],
+            image=as_png(x[i]),
+            adversarial=as_png(points[i]),
+            change=as_png(changes[i] / scale / 2 + 0.5),
+            magnified=0.5 / scale,
+        )
         for i in range(len(y))
-    ]  # fmt: skip
+    ]
 
 
-def loss_surface(probe: Probe, x: Tensor, y: Tensor, eps: float, subject: Subject) -> dict[str, Any]:
-    """Cross-entropy at x + a g + b r, clipped to [0, 1]: g is the attack's direction at x, r a random one, both of
-    length eps; a and b go from -1 to 1. Where single steps mislead, the loss is low at a = 1 and high before it."""
+def loss_surface(probe: Probe, x: Tensor, y: Tensor, threat: Threat) -> tuple[list[list[float]], list[list[int]]]:
+    """Cross-entropy at x + a g + b r, clipped to [0, 1], and where the model is wrong: g is the attack's direction at
+    x, r a random one, both of length eps; a and b go from -1 to 1. Where single steps mislead, the loss is low at a = 1
+    and high before it."""
     gradient, _logits = probe.gradient(x, y)
-    toward = eps * steepest(gradient, subject.norm)
-    noise = torch.randn(x.shape, generator=generator(0, "portrait direction"))
-    beside = eps * steepest(noise.to(x), subject.norm)
+    noise = torch.randn(x.shape, generator=generator(0, "portrait direction")).to(x)
+    toward, beside = (threat.eps * threat.steepest(direction) for direction in (gradient, noise))
     ticks = torch.linspace(-1, 1, SIDE, device=x.device)
-    a, b = (grid.flatten()[:, None, None, None] for grid in torch.meshgrid(ticks, ticks, indexing="ij"))
-    logits = probe.logits((x + a * toward + b * beside).clamp(0, 1))
-    labels = y.expand(len(logits))
-    loss = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none").clamp(max=SURE)
-    grids = loss.view(SIDE, SIDE), is_wrong(logits, labels).view(SIDE, SIDE)
-    return {"loss": [[round(value, 4) for value in row] for row in grids[0].tolist()], "wrong": grids[1].int().tolist()}
+    b, labels, losses, wrong = ticks.view(-1, 1, 1, 1), y.expand(SIDE), [], []
+    for a in ticks:
+        logits = probe.logits((x + a * toward + b * beside).clamp(0, 1))
+        loss = cross_entropy(logits.double(), labels, reduction="none").clamp(max=SURE)
+        losses.append([round(value, 4) for value in loss.tolist()])
+        wrong.append(is_wrong(logits, labels).int().tolist())
+    return losses, wrong
 
 
 def as_png(image: Tensor) -> str:

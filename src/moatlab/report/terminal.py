@@ -1,6 +1,4 @@
-"""Results as a person reads them in a terminal of 80 columns: on stdout, unlike what `display` shows on the way."""
-
-from __future__ import annotations
+"""Results as a person reads them in a terminal of 80 columns: on stdout, unlike notes and progress."""
 
 from typing import Any
 
@@ -9,18 +7,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moatlab.training.recipe import NORM_NAMES
-
-THOROUGH = {"pgd50", "cw50", "apgd-ce", "apgd-t", "aa-fast", "aa"}  # without one of them nothing is said of robustness
+from moatlab.attacks.catalog import CATALOG, WATCHED
+from moatlab.evaluation.card import Card
 
 
 def print_comparison(result: dict[str, Any]) -> None:
-    columns = ("method", "clean %", "fgsm %", "pgd7 %", "passes", "train s", "collapsed")
-    table = Table(*columns, title=f"accuracy on {result['rows'][0]['images']:,} test images")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns = ("method", *(f"{name} %" for name in WATCHED), "passes", "train s", "collapsed")
+    table = _table(*columns, title=f"accuracy on {result['rows'][0]['images']:,} test images")
     for row in result["rows"]:
-        percent = [f"{100 * row[name]:.1f}" for name in ("clean", "fgsm", "pgd7")]
+        percent = [f"{100 * row[name]:.1f}" for name in WATCHED]
         collapse = f"at epoch {row['collapsed_at']}" if row["collapsed_at"] else "no"
         collapse = f"at {row['alarms'][-1]}, kept {row['kept_epoch']}" if row["kept_epoch"] else collapse
         table.add_row(row["method"], *percent, f"{row['passes']:g}", f"{row['train_seconds']:.0f}", collapse)
@@ -28,45 +23,45 @@ def print_comparison(result: dict[str, Any]) -> None:
     console.print(table)
     for row in result["rows"]:
         if row["collapsed_at"] and not row["kept_epoch"] and row["fgsm"] > row["pgd7"] + 0.1:
-            told = f"{row['method']} looks robust to a single step ({100 * row['fgsm']:.1f} %), and is not"
-            console.print(f"{told}: {100 * row['pgd7']:.1f} % withstand seven small ones.", markup=False)
+            single = f"{row['method']} looks robust to a single step ({100 * row['fgsm']:.1f} %), and is not"
+            console.print(f"{single}: {100 * row['pgd7']:.1f} % are robust to seven small ones.", markup=False)
     console.print(f"setting: {result['setting']}", markup=False)
     console.print(f"plot: {result['plot']}\nreport: {result['report']}", markup=False, soft_wrap=True)
 
 
-def print_card(card: dict[str, Any]) -> None:
-    settings, data = card["settings"], card["data"]
-    ball = NORM_NAMES[settings["norm"]]
-    title = f"{card['subject']['name']}: {data['images']:,} test images of {data['name']}, {ball} eps {settings['eps']}"
-    title += f", in {settings['precision']}" if "precision" in settings else ""
-    table = Table("attack", "accuracy %", "95 %", "forwards", "gradients", "seconds", title=Text(title))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    rows = dict(card["results"])
-    if len(rows) > 2:
-        rows["all"] = card["all_attacks"]
-    for name, result in rows.items():
-        low, high = (f"{100 * bound:.1f}" for bound in result["interval"])
-        work = [f"{result[kind]:,}" if kind in result else "" for kind in ("forwards", "gradients")]
-        seconds = f"{result['seconds']:.1f}" if "seconds" in result else ""
-        label = f"{name} *" if "note" in result else name
-        table.add_row(label, f"{100 * result['accuracy']:.1f}", f"{low}-{high}", *work, seconds)
+def print_card(card: Card) -> None:
+    settings, data, whole = card.settings, card.data, card.all_attacks
+    title = f"{card.subject.name}: {data.images:,} test images of {data.name}, {settings.threat}"
+    title += f", in {settings.precision}" if settings.precision != "fp32" else ""
+    table = _table("attack", "accuracy %", "95 %", "forwards", "gradients", "seconds", title=Text(title))
+    low, high = (f"{100 * bound:.1f}" for bound in whole.interval)
+    for name, result in card.results.items():
+        bounds = "-".join(f"{100 * bound:.1f}" for bound in result.interval)
+        work = f"{result.forwards:,}", f"{result.gradients:,}", f"{result.seconds:.1f}"
+        table.add_row(f"{name} *" if result.note else name, f"{100 * result.accuracy:.1f}", bounds, *work)
+    if len(card.results) > 2:
+        table.add_row("all", f"{100 * whole.accuracy:.1f}", f"{low}-{high}", "", "", "")
     console = Console(highlight=False, emoji=False)
     console.print(table)
-    for name, result in rows.items():
-        if "note" in result:
-            console.print(f"* {name} is {result['note']}", markup=False)
-    if "audit" in card:
-        broken, attacked = card["audit"]["broken"], card["audit"]["attacked"]
-        console.print(f"audit: {broken} of {attacked} images that stood were broken", markup=False)
-    for flag in card["flags"]:
-        console.print(f"RED FLAG {flag['name']} ({flag['evidence']}): {flag['meaning']}", markup=False, style="red")
-    if not card["flags"]:
+    for name, result in card.results.items():
+        if result.note:
+            console.print(f"* {name} is {result.note}", markup=False)
+    if card.audit:
+        console.print(f"audit: {card.audit.broken} of {card.audit.attacked} robust images were broken", markup=False)
+    for flag in card.flags:
+        console.print(f"RED FLAG {flag.name} ({flag.evidence}): {flag.meaning}", markup=False, style="red")
+    if not card.flags:
         console.print("no red flags", markup=False)
-    if len(card["results"]) > 1 and not THOROUGH.isdisjoint(card["results"]):
-        low, high = (f"{100 * bound:.1f}" for bound in card["all_attacks"]["interval"])
-        share = f"{100 * card['all_attacks']['accuracy']:.1f} % ({low}-{high})"
-        console.print(f"robust accuracy: {share} of {data['images']:,} images withstand all of it", markup=False)
+    if any(name in CATALOG and CATALOG[name].thorough for name in card.results):
+        share = f"{100 * whole.accuracy:.1f} % ({low}-{high})"
+        console.print(f"robust accuracy: {share} of {data.images:,} images are robust to all of it", markup=False)
+
+
+def _table(*columns: str, title: str | Text) -> Table:
+    table = Table(*columns, title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
 
 
 def print_bench(result: dict[str, Any]) -> None:

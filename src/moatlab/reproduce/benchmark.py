@@ -1,17 +1,13 @@
 """How near this machine runs to its limit: a matrix product, our steps, and epochs against their passes."""
 
-from __future__ import annotations
-
 import copy
 import resource
 import statistics
 import sys
-import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,29 +17,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from moatlab.attacks.probe import Probe
-from moatlab.models import BUILT_IN, build_model, users_code
-from moatlab.runtime.console import Bar, Pace
-from moatlab.runtime.device import DTYPES, Autocast, choose_precision, full_precision, left_as_found
-from moatlab.runtime.environment import describe_environment, keep_freed_memory
+from moatlab.data.images import Images
+from moatlab.data.loading import load_images
+from moatlab.methods.language import parse_method
+from moatlab.models.registry import BUILT_IN, build_model
+from moatlab.runtime.console import Bar
+from moatlab.runtime.device import DTYPES, Autocast, Machine, choose_precision, full_precision
+from moatlab.runtime.environment import describe_environment
+from moatlab.runtime.errors import users_code
 from moatlab.runtime.files import SCHEMA
 from moatlab.training.optimizer import Sgd
-from moatlab.training.recipe import make_recipe
-from moatlab.training.run_folder import RunFolder
-from moatlab.training.setup import choose_device, prepare
-from moatlab.training.trainer import Run
+from moatlab.training.recipe import Recipe, make_recipe
+from moatlab.training.trainer import Trainer, rehearsal
 
 SIZE, PRODUCTS = 2048, 20  # the limit is the best of so many products of two matrices of this size
 ROUNDS = 5
 STEPS = 13  # of each stage: a third of an epoch of mini
+FEW_STEPS = 3  # that the time of a sweep is estimated from, after a first one that warms up
 CLASSES = 10
-METHODS = {
-    "fgsm": ["fgsm"],
-    "fast": ["fast"],
-    "pgd:7": ["pgd:7"],
-    "moat:2": ["mixup", "fast", "pgd:2"],
-    "imoat:2,5,8": ["mixup", "fast", "pgd:2", "mixup", "fast", "pgd:5", "mixup", "fast", "pgd:8"],
-}
-STAGES = list(dict.fromkeys(stage for stages in METHODS.values() for stage in stages))
+METHODS = ("fgsm", "fast", "pgd:7", "moat:2", "imoat:2,5,8")
+EPOCHS = 9  # after which each of them has been through its stages
 Step = Callable[[], object]
 
 
@@ -57,40 +50,23 @@ def bench(
     device: str = "auto",
 ) -> dict[str, Any]:
     """Measure and return what `moat bench --json` prints. Our steps run on random images of three channels."""
-    keep_freed_memory()
-    chosen = choose_device(device)
-    in_full = full_precision() if choose_precision("auto", chosen) == "fp32" else nullcontext()
-    with left_as_found(chosen, threads), Bar("bench", 2.0) as bar, in_full:
+    with Machine(device, threads).in_use() as chosen, Bar("bench", 2.0) as bar:
         arguments = {"width": width} if model in BUILT_IN else {}
         net = build_model(model, classes=CLASSES, arguments=arguments).to(chosen)
         setting = {"model": model, **arguments, "batch_size": batch_size, "image_size": image_size}
-        progress = Progress(bar)
-        steps = measure_steps(net, batch_size, image_size, chosen, progress)
-        epochs = measure_epochs(chosen, progress)
+        with full_precision() if choose_precision("auto", chosen) == "fp32" else nullcontext():
+            steps = measure_steps(net, batch_size, image_size, chosen, bar)
+        epochs = measure_epochs(chosen, bar)
         environment = describe_environment() | {"device": str(chosen)}
         return {"schema": SCHEMA, "setting": setting, **steps, "epochs": epochs, "environment": environment}
-
-
-class Progress:
-    """The bar, half of it for the steps and half for the epochs, which take about as long."""
-
-    def __init__(self, bar: Bar) -> None:
-        self.bar, self.pace = bar, Pace(bar.total, 0.0)
-
-    def __call__(self, title: str, done: float) -> None:
-        self.bar.update(done, f"ETA {self.pace.eta(done)}", title=title)
 
 
 # --- steps
 
 
-def measure_steps(
-    model: nn.Module, batch_size: int, image_size: int, device: torch.device, progress: Progress
-) -> dict[str, Any]:
+def measure_steps(model: nn.Module, batch_size: int, image_size: int, device: torch.device, bar: Bar) -> dict[str, Any]:
     """The limit and our three steps, in turns, so that all of them meet the same machine."""
-    memory = {"start_gib": peak_memory(device)}
-    gigaflops = {}
-    shape = (3, image_size, image_size)
+    memory, gigaflops, shape = {"start_gib": peak_memory(device)}, {}, (3, image_size, image_size)
     with users_code(f"the model can't train on {batch_size} images of shape {shape} in {CLASSES} classes"):
         x = torch.rand(batch_size, *shape, device=device).contiguous(memory_format=torch.channels_last)
         y = torch.randint(CLASSES, (batch_size,), device=device)
@@ -99,26 +75,26 @@ def measure_steps(
             gigaflops[name] = count_gigaflops(step)
             memory[f"{name}_gib"] = peak_memory(device)
     limits = machine_limits(device)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    products: dict[str, list[float]] = {name: [] for name in limits}
-    for round_ in range(ROUNDS):
+    seconds, products = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    for turn in range(ROUNDS):
         for name, (work, product) in limits.items():
             products[name] += [work / timed(product, device) for _ in range(PRODUCTS // ROUNDS)]
         for number, (name, step) in enumerate(steps.items()):
-            progress(name.replace("_", " "), (round_ + number / len(steps)) / ROUNDS)
+            bar.update((turn + number / len(steps)) / ROUNDS, title=name.replace("_", " "))
             seconds[name].append(timed(step, device))
     limit = {f"{name}_gflops": max(speeds) for name, speeds in products.items()}
-    result: dict[str, Any] = {
-        "limit": limit | {"median_gemm_gflops": statistics.median(products["gemm"]), "threads": torch.get_num_threads()}
-    }
-    for name in steps:
-        median = statistics.median(seconds[name])
-        speed = gigaflops[name] / median
-        result[name] = {
-            "images_per_second": batch_size / median, "gflops": speed, "share_of_limit": speed / limit["gemm_gflops"],
-            "gflop_per_image": gigaflops[name] / batch_size, "seconds": seconds[name],
-        }  # fmt: skip
-    return result | {"memory": memory}
+    limit |= {"median_gemm_gflops": statistics.median(products["gemm"]), "threads": torch.get_num_threads()}
+    rows = {}
+    for name, taken in seconds.items():
+        speed = gigaflops[name] / statistics.median(taken)
+        rows[name] = {
+            "images_per_second": batch_size / statistics.median(taken),
+            "gflops": speed,
+            "share_of_limit": speed / limit["gemm_gflops"],
+            "gflop_per_image": gigaflops[name] / batch_size,
+            "seconds": taken,
+        }
+    return {"limit": limit, **rows, "memory": memory}
 
 
 def three_steps(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Step]:
@@ -135,22 +111,14 @@ def three_steps(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Step]:
         sgd.step()
 
     return {
-        "inference": in_full_precision(lambda: Probe(still, inference_mode=True).logits(x)),
+        "inference": full_precision()(lambda: Probe(still, inference_mode=True).logits(x)),
         "attack_step": lambda: Probe(trained).gradient(x, y),
         "training_step": train,
     }
 
 
-def in_full_precision(step: Step) -> Step:
-    def run() -> None:
-        with full_precision():
-            step()
-
-    return run
-
-
 def count_gigaflops(step: Step) -> float:
-    """What the convolutions and matrix products of a step add up to, by PyTorch's own formulas."""
+    """What the convolutions and matrix products of a step add up to, with PyTorch's own formulas."""
     counter = Flops()  # type: ignore[no-untyped-call]
     with counter:
         step()
@@ -177,11 +145,14 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def machine_limits(device: torch.device) -> dict[str, tuple[float, Step]]:
     """GFLOP and the call: a float32 matrix product; on a GPU also a convolution in the precision of training."""
     left, right = torch.rand(2, SIZE, SIZE, device=device)
-    limits = {"gemm": (2 * SIZE**3 / 1e9, in_full_precision(lambda: torch.mm(left, right)))}
+    product: Step = full_precision()(lambda: torch.mm(left, right))
+    limits = {"gemm": (2 * SIZE**3 / 1e9, product)}
     if device.type == "cuda":
         dtype = DTYPES[choose_precision("auto", device)]
-        images = torch.rand(256, 256, 32, 32, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
-        kernel = torch.rand(256, 256, 3, 3, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        images, kernel = (
+            torch.rand(256, 256, side, side, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+            for side in (32, 3)
+        )
         limits["convolution"] = (2 * images.numel() * 256 * 9 / 1e9, lambda: torch.conv2d(images, kernel, padding=1))
     return limits
 
@@ -189,40 +160,45 @@ def machine_limits(device: torch.device) -> dict[str, tuple[float, Step]]:
 # --- epochs
 
 
-def measure_epochs(device: torch.device, progress: Progress) -> dict[str, Any]:
+def measure_epochs(device: torch.device, bar: Bar) -> dict[str, Any]:
     """An epoch of each method on mini against the sum of its passes: real steps of a run (data, draws, counting and
     all) and the passes that they are made of, in turns. What an epoch saves at its end is added to it."""
-    recipe = make_recipe(" | ".join(STAGES), epochs=len(STAGES), device=str(device), threads=torch.get_num_threads())
-    real: dict[str, float] = {}
-    passes: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        session = prepare(recipe, None, continuing=False)
-        x, y = session.batches.at(0)
-        pure = three_steps(copy.deepcopy(session.model), x, y)
-        run = Run(session, RunFolder(Path(folder)))
-        with run.meter.counting(session.model):
-            for epoch, name in enumerate(STAGES):
-                attacks = session.method.stage_at(epoch, recipe.epochs).step_cost.input_backwards
-                ours, theirs = [], []
-                for step in range(STEPS):
-                    progress(f"epoch of {name}", 1 + (epoch + step / STEPS) / len(STAGES))
-                    run.progress.step = epoch * session.steps_per_epoch + step
-                    ours.append(timed(run.step, device))
-                    theirs.append(timed(partial(all_passes, pure, attacks), device))
-                saving = timed(lambda: run.save("running"), device)
-                real[name] = session.steps_per_epoch * statistics.median(ours) + saving
-                passes[name] = session.steps_per_epoch * statistics.median(theirs)
+    cycles = {name: [str(parse_method(name).stage_at(epoch, EPOCHS)) for epoch in range(EPOCHS)] for name in METHODS}
+    stages = list(dict.fromkeys(stage for cycle in cycles.values() for stage in cycle))
+    seconds: dict[str, tuple[float, float]] = {}  # of an epoch, and of its passes
+    recipe = make_recipe(" | ".join(stages), epochs=len(stages))
+    with rehearsal(recipe, Machine(str(device), torch.get_num_threads()), load_images("mini")) as trainer:
+        per_epoch = trainer.session.steps_per_epoch
+        pure = three_steps(copy.deepcopy(trainer.session.model), *trainer.session.batches.at(0))
+        for epoch, name in enumerate(stages):
+            attacks = int(trainer.session.stage_at(epoch * per_epoch).step_cost.input_backwards)
+            calls = [*[pure["attack_step"]] * attacks, pure["training_step"]]
+            ours, theirs = [], []
+            for step in range(STEPS):
+                bar.update(1 + (epoch + step / STEPS) / len(stages), title=f"epoch of {name}")
+                ours.append(real_step(trainer, epoch * per_epoch + step))
+                theirs.append(sum(timed(call, device) for call in calls))
+            saving = timed(lambda: trainer.save("running"), device)
+            seconds[name] = per_epoch * statistics.median(ours) + saving, per_epoch * statistics.median(theirs)
     result = {}
-    for method, stages in METHODS.items():
-        whole, sum_of_passes = (sum(table[stage] for stage in stages) / len(stages) for table in (real, passes))
-        result[method] = {"seconds": whole, "passes_seconds": sum_of_passes, "overhead": whole / sum_of_passes - 1}
+    for method, cycle in cycles.items():
+        whole, passes = (statistics.fmean(seconds[stage][side] for stage in cycle) for side in (0, 1))
+        result[method] = {"seconds": whole, "passes_seconds": passes, "overhead": whole / passes - 1}
     return result
 
 
-def all_passes(steps: dict[str, Step], attacks: int) -> None:
-    for _ in range(attacks):
-        steps["attack_step"]()
-    steps["training_step"]()
+def real_step(trainer: Trainer, step: int) -> float:
+    """The seconds of one step of training, at this step of the run."""
+    trainer.progress.step = step
+    return timed(trainer.step, trainer.session.device)
+
+
+def seconds_per_pass(recipe: Recipe, machine: Machine, images: Images) -> tuple[float, bool]:
+    """The time of one pass over the training set, from the fastest of a few steps of fgsm (two passes each); and
+    whether there is a GPU."""
+    with rehearsal(recipe.model_copy(update={"method": "fgsm"}), machine, images) as trainer:
+        taken = [real_step(trainer, step) for step in range(FEW_STEPS + 1)]
+        return min(taken[1:]) / 2 * trainer.session.steps_per_epoch, trainer.session.device.type != "cpu"
 
 
 # --- seconds and bytes

@@ -1,60 +1,68 @@
 """Several runs as one: the same recipe for each method, one table, one plot."""
 
-from __future__ import annotations
-
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moatlab.report.page import publish
+from moatlab.report.plots import plot_pgd7
 from moatlab.reproduce.pool import each
 from moatlab.runtime import console
+from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import UserError
-from moatlab.runtime.files import write_json
+from moatlab.runtime.files import RunFile, write_json
+from moatlab.training.api import train_recipe
 from moatlab.training.recipe import Recipe, slug
-from moatlab.training.run_folder import RunFolder, RunRecord
-from moatlab.training.trainer import train
+from moatlab.training.run_folder import RunFolder
 
 
 def compare(
-    recipes: list[Recipe], out: str | Path, *, data_dir: Path | None = None, resume: bool = False,
+    recipes: list[Recipe],
+    out: str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    resume: bool = False,
     on: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    threads: int | None = None,
+    device: str = "auto",
+    verbose: bool | None = None,
+) -> dict[str, Any]:
     """Train each recipe into a folder of its own below `out`; return (and write to `compare.json`) their test
-    accuracies, costs and collapses side by side, with a plot of PGD-7 accuracy over the epochs. `on` says where they
-    are trained: see `pool.each`."""
-    out = Path(out)
-    folders = {slug(recipe.method): recipe for recipe in recipes}
-    if len(folders) < len(recipes):
-        raise UserError("each method can be named once")
-    for name, recipe in folders.items():
-        RunFolder(out / name).check(recipe, resume=resume)
-    jobs = [(recipe, (out / name).absolute(), data_dir, resume) for name, recipe in folders.items()]
-    for number, record in each(_train, jobs, on, threads=recipes[0].threads, gpus=recipes[0].device != "cpu"):
-        if isinstance(record, Exception):
-            raise record
-        console.note(f"run {number + 1} of {len(jobs)} is done\n")
-    rows, histories, events = [], {}, {}
-    for name in folders:
-        record = RunFolder(out / name).read_record()
-        assert record.final is not None
-        rows.append({
-            "method": record.method, **record.final, "passes": record.counted["passes"],
-            "train_seconds": record.train_seconds, "collapsed_at": record.collapsed_at,
-            "kept_epoch": record.kept_epoch, "alarms": record.alarms, "run": str(out / name),
-        })  # fmt: skip
-        histories[record.method] = RunFolder(out / name).read_metrics()
-        events[record.method] = [event for event in RunFolder(out / name).read_events() if "epoch" in event]
-    from moatlab.report.page import publish
-    from moatlab.report.plots import plot_pgd7
+    accuracies, costs and collapses side by side, with a plot of PGD-7 accuracy over the epochs and a page.
 
-    first, plot = recipes[0], out / "pgd7.png"
-    plot_pgd7(plot, histories, events, title=first.setting, images=first.watched)
-    result = {"setting": first.setting, "bn_in_attack": first.bn_in_attack, "rows": rows, "plot": str(plot),
-              "report": str(out / "report.html")}  # fmt: skip
-    write_json(out / "compare.json", result)
-    runs = [out / name for name in folders]
-    publish(runs, out / "report.html", data_dir=data_dir, trust_model_code=first.names_code)
+    `on` is where they are trained: None for one after another in this process, "ray" for a Ray cluster of this
+    machine, "ray:ADDRESS" for one that runs already. `verbose`: progress on stderr; if it is not given, where that is
+    a terminal or a notebook.
+    """
+    out, data_dir = Path(out), Path(data_dir) if data_dir else None
+    runs = {recipe.method: RunFolder(out / slug(recipe.method)) for recipe in recipes}
+    if len({run.path for run in runs.values()}) < len(recipes):
+        raise UserError("each method can be named once")
+    for recipe in recipes:
+        runs[recipe.method].check(recipe, resume=resume)
+    machine = Machine(device, threads)
+    work = partial(train_recipe, machine=machine, data_dir=data_dir, resume=resume)
+    jobs = [(recipe, runs[recipe.method].path.absolute()) for recipe in recipes]
+    with console.verbosity(verbose):
+        for number, record in each(work, jobs, on, machine):
+            if isinstance(record, Exception):
+                raise record
+            console.note(f"run {number + 1} of {len(jobs)} is done\n")
+        histories = {method: run.read_metrics() for method, run in runs.items()}
+        events = {method: [one for one in run.read_events() if "epoch" in one] for method, run in runs.items()}
+        first, plot, page = recipes[0], out / "pgd7.png", out / RunFile.REPORT
+        plot_pgd7(plot, histories, events, title=first.setting, images=first.watched)
+        setting = {"setting": first.setting, "bn_in_attack": first.bn_in_attack}
+        rows = [_row(run) for run in runs.values()]
+        result = {**setting, "rows": rows, "plot": str(plot), "report": str(page)}
+        write_json(out / "compare.json", result)
+        publish([run.path for run in runs.values()], page, data_dir=data_dir, trust_model_code=first.names_code)
     return result
 
 
-def _train(recipe: Recipe, folder: Path, data_dir: Path | None, resume: bool) -> RunRecord:
-    return train(recipe, folder, data_dir=data_dir, resume=resume)
+def _row(run: RunFolder) -> dict[str, Any]:
+    record = run.read_record()
+    assert record.final is not None
+    kept = ("train_seconds", "collapsed_at", "kept_epoch", "alarms")
+    numbers = {"passes": record.counted["passes"]} | {name: getattr(record, name) for name in kept}
+    return {"method": record.method, **record.final, **numbers, "run": str(run.path)}

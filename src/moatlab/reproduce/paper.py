@@ -1,22 +1,16 @@
-"""The paper's tables as data, and what each of its tables and figures is made of (arXiv:2106.15357)."""
-
-from __future__ import annotations
+"""The paper's tables and figures, their numbers and claims, as data (arXiv:2106.15357)."""
 
 import json
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from moatlab.attacks.catalog import PAPER, WATCHED
 from moatlab.runtime.errors import UserError, did_you_mean
 
-COLUMNS = ("clean", "fgsm", "pgd50", "cw50", "mim50", "aa")
-WATCHED = ("clean", "fgsm", "pgd7")  # what a run measures by itself
-DATA = {"a": "cifar10", "b": "cifar100"}
-
-TABLE = ("fgsm", "fast", "gradalign", "kim", "pgd:2", "pgd:7", "moat:2", "imoat:1,2,3", "moat:5", "imoat:2,5,8")
+COLUMNS = PAPER
 OURS = ("nfgsm",)  # a later single-step baseline (de Jorge et al., 2022), below the paper's rows
-STAGE_ONE = {"original": "standard | fast | pgd:2", "cutmix": "cutmix | fast | pgd:2", "mixup": "moat:2"}
 Part = Literal["final", "last", "best"]
 
 
@@ -31,81 +25,61 @@ class Row:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or a figure of the paper."""
+    """A table or a figure of the paper; its figures come without numbers.
+
+    `parts` are what it needs of a run: `final`, what the run measured by itself at its end, or its `last` epoch (and
+    its `best` one) under the attacks.
+    """
 
     name: str
+    title: str
     kind: Literal["table", "curves", "bars", "steps"]
     data: str
     schedule: str
-    rows: tuple[Row, ...]
-    title: str
+    rows: list[Row]
+    claims: list[str]
+    parts: tuple[Part, ...] = ("last",)
+    columns: tuple[str, ...] = COLUMNS
+    paper: dict[str, dict[str, float]] = field(default_factory=dict)  # fractions by row and column, with `minutes`
+    collapsed: list[str] = field(default_factory=list)  # rows that the paper marks as catastrophically overfitted
 
-    @property
-    def paper(self) -> dict[str, dict[str, float]]:
-        """The paper's numbers, as fractions, by row and column, with `minutes`; its figures come without numbers."""
-        return paper_table(self.name) if self.kind == "table" else {}
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return WATCHED if self.kind == "curves" else COLUMNS
+@dataclass(frozen=True)
+class Asked:
+    """What is measured of each run, on how many test images (None: all), and on how many by AutoAttack."""
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """What it needs of a run: what the run measured by itself at its end, or its last epoch (and its best one)
-        under the attacks."""
-        if self.kind == "curves":
-            return ("final",)
-        return ("last", "best") if self.kind == "table" else ("last",)
+    parts: tuple[Part, ...]
+    images: int | None
+    aa_images: int | None
 
 
 def experiment(name: str) -> Experiment:
-    known = EXPERIMENTS.get(name)
-    if known is None:
-        raise UserError(
-            f"there is no '{name}' in the paper; known are {', '.join(EXPERIMENTS)}{did_you_mean(name, EXPERIMENTS)}"
-        )
-    return known
+    if name not in EXPERIMENTS:
+        known = ", ".join(EXPERIMENTS) + did_you_mean(name, EXPERIMENTS)
+        raise UserError(f"there is no '{name}' in the paper; known are {known}")
+    return EXPERIMENTS[name]
 
 
-@cache
-def _tables() -> dict[str, Any]:
-    return dict(json.loads((Path(__file__).parent / "paper_tables.json").read_text(encoding="utf-8")))
-
-
-def paper_table(name: str) -> dict[str, dict[str, float]]:
-    names = _tables()["columns"]
-    return {
-        label: {
-            column: value if column == "minutes" else value / 100 for column, value in zip(names, values, strict=True)
+def _experiments() -> Iterator[Experiment]:
+    for name, one in PRINTED["experiments"].items():
+        fields = {"name": name, "data": one["dataset"]} | {
+            key: one[key] for key in ("title", "kind", "schedule", "claims")
         }
-        for label, values in _tables()["tables"][name]["rows"].items()
-    }
+        if one["kind"] == "table":
+            paper = {method: dict(zip(PRINTED["columns"], row, strict=True)) for method, row in one["rows"].items()}
+            for row in paper.values():
+                row |= {column: row[column] / 100 for column in COLUMNS}
+            rows = [
+                *(Row(method, method) for method in paper),
+                *(Row(method, method, in_paper=False) for method in OURS),
+            ]
+            fields |= {"parts": ("last", "best"), "paper": paper, "collapsed": one["collapsed"]}
+        else:
+            rows = [Row(label, method) for label, method in one["rows"].items()]
+        if one["kind"] == "curves":
+            fields |= {"parts": ("final",), "columns": WATCHED}
+        yield Experiment(rows=rows, **fields)
 
 
-def collapsed_in_paper(name: str) -> set[str]:
-    """The rows that the paper marks as catastrophically overfitted."""
-    return set(_tables()["tables"][name]["collapsed"])
-
-
-def _experiments() -> dict[str, Experiment]:
-    table = (*(Row(method, method) for method in TABLE), *(Row(method, method, in_paper=False) for method in OURS))
-    curves = tuple(Row(method, method) for method in ("fgsm", "pgd:2", "pgd:4", "pgd:8"))
-    bars = tuple(Row(label, method) for label, method in STAGE_ONE.items())
-    steps = tuple(Row(f"moat:{k}", f"moat:{k}") for k in range(2, 9))
-    found = {}
-    for letter, data in DATA.items():
-        on = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}[data]
-        for one in (
-            Experiment(f"table1{letter}", "table", data, "stepwise", table, f"Step-wise learning rate, {on}"),
-            Experiment(f"table2{letter}", "table", data, "cyclic", table, f"Cyclic learning rate, {on}"),
-            Experiment(
-                f"figure1{letter}", "curves", data, "cyclic", curves, f"Accuracy under PGD-7 over the epochs, {on}"
-            ),
-            Experiment(f"figure2{letter}", "bars", data, "cyclic", bars, f"What stage I of MOAT trains on, {on}"),
-            Experiment(f"figure3{letter}", "steps", data, "cyclic", steps, f"MOAT by the number of steps K, {on}"),
-        ):
-            found[one.name] = one
-    return dict(sorted(found.items(), key=lambda item: item[0].replace("figure", "z")))
-
-
-EXPERIMENTS = _experiments()
+PRINTED = json.loads((Path(__file__).parent / "paper.json").read_text(encoding="utf-8"))
+EXPERIMENTS = {one.name: one for one in _experiments()}

@@ -1,15 +1,20 @@
-"""A result of `moat reproduce` for people: as Markdown, as LaTeX, and for the page."""
+"""A result of `moat reproduce` for people: as Markdown, as LaTeX, for the page, and for a terminal."""
 
-from __future__ import annotations
-
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from jinja2 import Environment
+from rich.console import Console
+from rich.table import Table
 
 from moatlab.reproduce.paper import experiment
 
 Result = dict[str, Any]
+KINDS = ("md", "tex")  # of text
 COST = ("collapsed", "passes", "training", "time / fgsm")
 TITLES = {"rows": "The last epoch, as in the paper", "best_rows": "The best epoch on held-out images"}
 MARKS = {"holds": "holds", "does not hold": "does not hold", "not decided": "not decided at this scale"}
+STYLES = {"holds": "green", "does not hold": "red"}
 EXPLAINED = (
     "Accuracy in %: the mean and, behind ±, the standard deviation over seeds; below, the 95 % interval, then the "
     "paper's and the difference. Time / fgsm goes by the median epoch of each stage, so that pauses do not count; the "
@@ -19,7 +24,7 @@ EXPLAINED = (
 
 
 class Line(NamedTuple):
-    """A line of a table: ours, or what stands small below it."""
+    """A line of a table: ours, or what is printed small below it."""
 
     name: str
     cells: list[str]
@@ -37,20 +42,16 @@ def lines_of(rows: list[dict[str, Any]]) -> list[Line]:
         cost, columns = row["cost"], list(row["columns"].values())
         fallen = sum(epoch is not None for epoch in row["collapsed_at"])
         spent = [f"{fallen} of {len(row['seeds'])}", f"{cost['passes']:g}", f"{cost['seconds']:.0f} s"]
-        lines.append(Line(row["row"], [*map(cell, columns), *spent, ratio(cost["seconds_to_fgsm"])]))
-        bounds = ["-".join(f"{100 * bound:.1f}" for bound in column["interval"]) for column in columns]
+        spreads = ["" if one["sd"] is None else f" ± {100 * one['sd']:.1f}" for one in columns]
+        ours = [f"{100 * one['mean']:.1f}{spread}" for one, spread in zip(columns, spreads, strict=True)]
+        lines.append(Line(row["row"], [*ours, *spent, ratio(cost["seconds_to_fgsm"])]))
+        bounds = ["-".join(f"{100 * bound:.1f}" for bound in one["interval"]) for one in columns]
         lines.append(Line("95 % interval", bounds + [""] * len(COST), below=True))
         if columns[0]["paper"] is not None:
             theirs = [f"{100 * one['paper']:.1f} ({100 * one['difference']:+.1f})" for one in columns]
             spent = ["", "", f"{cost['paper_minutes']:.0f} min", ratio(cost["paper_to_fgsm"])]
             lines.append(Line("paper (difference)", theirs + spent, below=True))
     return lines
-
-
-def cell(column: dict[str, Any]) -> str:
-    """Ours in percent, with the standard deviation over seeds if there are some."""
-    spread = f" ± {100 * column['sd']:.1f}" if column["sd"] is not None else ""
-    return f"{100 * column['mean']:.1f}{spread}"
 
 
 def ratio(value: float | None) -> str:
@@ -78,78 +79,63 @@ def flags_of(result: Result) -> list[str]:
 
 
 def claims_of(result: Result) -> list[dict[str, str]]:
-    """Each claim with what the paper's own table says to it."""
-    told = {claim["name"]: claim for claim in result["claims_in_paper"]} if result["kind"] == "table" else {}
+    """Each claim with its verdict in the paper's own table."""
     claims = []
-    for claim in result["claims"]:
-        theirs = told.get(claim["name"])
-        in_paper = "the paper prints no numbers" if theirs is None else theirs["verdict"]
-        if theirs and theirs["verdict"] == "does not hold":
+    for claim, theirs in zip(result["claims"], result["claims_in_paper"], strict=True):
+        in_paper = theirs["verdict"] if result["kind"] == "table" else "the paper prints no numbers"
+        if in_paper == "does not hold":
             in_paper += f" ({theirs['numbers']})"
         claims.append({**claim, "in_paper": in_paper})
     return claims
 
 
-def as_markdown(result: Result) -> str:
-    headings = list(columns_of(result).values())
-    lines = [f"# {result['experiment']}: {result['title']}", "", conditions(result), "", EXPLAINED, ""]
-    for key, title in TITLES.items():
-        if not result[key]:
-            continue
-        lines += [f"## {title}", "", *_markdown_table(["method", *headings, *COST], [
-            [f"*{line.name}*" if line.below else f"`{line.name}`", *line.cells] for line in lines_of(result[key])
-        ]), ""]  # fmt: skip
-    claims = [[one["sentence"], MARKS[one["verdict"]], one["numbers"], one["in_paper"]] for one in claims_of(result)]
-    about = ["claim", "here", "the numbers", "in the paper's own table"]
-    lines += ["## The paper's claims", "", *_markdown_table(about, claims), ""]
-    for title, entries in (
-        ("Red flags", flags_of(result)),
-        ("Failed", [f"{one['run']}: {one['message']}" for one in result["failures"]]),
-    ):
-        lines += [f"## {title}", "", *(f"- {entry}" for entry in entries), ""] if entries else []
-    environment = result["environment"]
-    lines += [
-        f"`{result['command']}`; {result['date']}, commit {environment['commit'] or 'unknown'}, torch "
-        f"{environment['torch']}, moatlab {environment['moatlab']}. Its runs: {'; '.join(result['made'])}; on "
-        f"{'; '.join(result['machines'])}."
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
-    written = [[text.replace("|", "\\|") for text in row] for row in [headings, *rows]]
-    first, *others = ("| " + " | ".join(row) + " |" for row in written)
-    return [first, "|---" * len(headings) + "|", *others]
-
-
-def as_latex(result: Result) -> str:
-    """Our numbers, and in grey below them the intervals and the paper's."""
-    headings = ["method", *columns_of(result).values(), *COST]
-    lines = [r"% needs \usepackage{booktabs,xcolor}"]
-    lines += [f"% {result['experiment']}: {conditions(result)}", f"% {EXPLAINED}"]
-    for key, title in TITLES.items():
-        if not result[key]:
-            continue
-        lines += [f"% {title}", r"\begin{tabular}{l" + "r" * (len(headings) - 1) + "}", r"\toprule"]
-        lines += [" & ".join(headings) + r" \\", r"\midrule"]
-        for line in lines_of(result[key]):
-            cells = [text.replace("±", r"$\pm$").replace("(-", "($-$") for text in line.cells]
-            name = line.name.replace("%", r"\%").replace("_", r"\_").replace("|", r"\textbar{}")
-            name = name if line.below else rf"\texttt{{{name}}}"
-            grey = [rf"\textcolor{{gray}}{{{text}}}" for text in (name, *cells)]
-            lines.append(" & ".join(grey if line.below else [name, *cells]) + r" \\")
-        lines += [r"\bottomrule", r"\end{tabular}", ""]
-    return "\n".join(lines)
-
-
 def for_page(result: Result) -> dict[str, Any]:
-    """What stands at the top of a page about a sweep."""
-    tables = [
-        {"title": title, "columns": [*columns_of(result).values(), *COST], "lines": lines_of(result[key])}
-        for key, title in TITLES.items()
-        if result[key]
-    ]
+    """What a page about a sweep, and its Markdown and LaTeX, are made of."""
+    headings = [*columns_of(result).values(), *COST]
     return {
-        "paper_tables": tables, "claims": claims_of(result), "conditions": conditions(result), "explained": EXPLAINED,
-        "flags": flags_of(result), "failures": [f"{one['run']}: {one['message']}" for one in result["failures"]],
-    }  # fmt: skip
+        "paper_tables": [
+            {"title": title, "columns": headings, "lines": lines_of(result[key])}
+            for key, title in TITLES.items()
+            if result[key]
+        ],
+        "conditions": conditions(result),
+        "explained": EXPLAINED,
+        "claims": claims_of(result),
+        "flags": flags_of(result),
+        "failures": [f"{one['run']}: {one['message']}" for one in result["failures"]],
+    }
+
+
+def as_text(result: Result, kind: str) -> str:
+    """As Markdown, or as LaTeX: our numbers, and in grey below them the intervals and the paper's."""
+    template = (Path(__file__).parent / f"result.{kind}.jinja").read_text(encoding="utf-8")
+    rules: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = Environment(variable_start_string="<<", variable_end_string=">>", **rules)  # as LaTeX has braces
+    return environment.from_string(template).render(for_page(result), result=result, marks=MARKS)
+
+
+def print_reproduction(result: Result) -> None:
+    """Ours (and the paper's) in percent, then the claims, in 80 columns."""
+    console, names = Console(highlight=False, emoji=False), columns_of(result)
+    table = Table("method", *names.values(), "passes", "time", title=f"{result['experiment']}: {result['title']}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in result["rows"]:
+        columns, cost = row["columns"], row["cost"]
+        ours, theirs = ([columns[name][key] for name in names] for key in ("mean", "paper"))
+        passes = f"{cost['passes']:g}"
+        table.add_row(row["row"], *(f"{100 * one:.1f}" for one in ours), passes, ratio(cost["seconds_to_fgsm"]))
+        if theirs[0] is not None:
+            percent = [f"{100 * one:.1f}" for one in theirs]
+            table.add_row("  paper", *percent, "", ratio(cost["paper_to_fgsm"]), style="dim")
+    console.print(table)
+    console.print(f"{conditions(result)} Accuracy in %; time: against fgsm.", markup=False)
+    console.print("\nThe paper's claims:")
+    for claim in claims_of(result):
+        style = STYLES.get(claim["verdict"])
+        console.print(f"{MARKS[claim['verdict']]}: {claim['sentence']}", markup=False, style=style)
+        console.print(f"    {claim['numbers']}", markup=False)
+        if claim["in_paper"].startswith("does not hold"):
+            console.print("    (in the paper's own table it does not hold)", markup=False)
+    for failure in for_page(result)["failures"]:
+        console.print(f"FAILED {failure}", markup=False, style="red")

@@ -1,1 +1,1 @@
-"""What every other room stands on: errors, files, randomness, console, signals, device, distributed."""
+"""What every other room uses: errors, files, randomness, console, signals, device, distributed."""

@@ -1,20 +1,60 @@
-"""Plain float32, or training in fewer bits: autocast around the model, with gradients kept in range; the same bits."""
+"""What computes, and how: the device, its threads, plain float32 or fewer bits, deterministic kernels."""
 
-from __future__ import annotations
-
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moatlab.runtime import distributed
 from moatlab.runtime.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # GradScaler starts at 65536, which is 512 for an example in a batch of 128, and goes down where that overflows. An
 # attack can't try again, so it takes half of that.
 ATTACK_SCALE = 256.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run is computed with, beside its recipe; `threads` None: OMP_NUM_THREADS, or all cores."""
+
+    device: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and not 1 <= self.threads <= 1024:
+            raise UserError(f"--threads {self.threads}: should be from 1 to 1024")
+
+    @contextmanager
+    def in_use(self) -> Iterator[torch.device]:
+        """The device; threads, current GPU and global random numbers are afterwards as they were."""
+        device = choose_device(self.device)
+        with left_as_found(device, self.threads or distributed.threads()):
+            yield device
+
+
+def choose_device(name: str) -> torch.device:
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", name):
+        raise UserError(f"--device {name}: should be auto, cpu, cuda, cuda:1 or mps")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and distributed.launched() > 1:
+        if name != "cuda":
+            raise UserError(f"--device {name}: several processes take a GPU each; use --device cuda")
+        name = f"cuda:{distributed.number_on_this_machine()}"
+    device = torch.device(name)
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= counts[device.type]:
+        raise UserError(
+            f"--device {name}: this machine, or this build of PyTorch, has no such device; use --device cpu"
+        )
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def choose_precision(name: str, device: torch.device) -> str:

@@ -52,14 +52,14 @@ def cores() -> int:
 
 
 def threads() -> int:
-    """With how many threads this process computes unless it is told: as OMP_NUM_THREADS says, or one on each core.
+    """With how many threads this process computes by default: OMP_NUM_THREADS, or one on each core.
     torchrun sets that variable to 1 by itself, so there it says nothing."""
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return int(told) if told.isdecimal() and int(told) > 0 and launched() == 1 else cores()
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdecimal() and int(asked) > 0 and launched() == 1 else cores()
 
 
 def restarts() -> int:
-    """How many times torchrun has started all of them anew, because one had failed."""
+    """How many times torchrun has restarted all of them, because one had failed."""
     return _told("TORCHELASTIC_RESTART_COUNT", 0)
 
 
@@ -67,10 +67,16 @@ def _told(name: str, otherwise: int) -> int:
     return int(os.environ.get(name, otherwise)) if "TORCHELASTIC_RUN_ID" in os.environ else otherwise
 
 
+def _dist() -> Any:
+    """torch.distributed, imported when it is needed."""
+    import torch.distributed
+
+    return torch.distributed
+
+
 def count() -> int:
     """How many processes are connected, this one among them."""
-    import torch.distributed as dist
-
+    dist = _dist()
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -91,7 +97,6 @@ def connect() -> None:
         return
     if number_on_this_machine() < torch.cuda.device_count():
         torch.cuda.set_device(number_on_this_machine())
-    torch.set_num_threads(cores())  # where nothing else says how many; torchrun would have it be one
     with together():
         store, rank, size = next(iter(rendezvous("env://")))
         # After a restart PyTorch's store still holds the addresses of processes that are gone: these get new names.
@@ -103,13 +108,11 @@ def connect() -> None:
 def disconnect() -> None:
     """At a good end. After a failure nccl would wait for processes that are gone."""
     if launched() > 1 and count() > 1:
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
+        _dist().destroy_process_group()
 
 
 def agree(what: str, value: Any) -> None:
-    """Refuse to go on where the processes were given different things."""
+    """Refuse to continue where the processes were given different things."""
     values = from_all(value)
     if any(other != values[0] for other in values):
         raise UserError(
@@ -119,9 +122,8 @@ def agree(what: str, value: Any) -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """What needs the other processes goes on inside. One that is gone is told of in a sentence."""
-    import torch.distributed as dist
-
+    """For a block that needs the other processes: one that is gone is reported in a sentence."""
+    dist = _dist()
     try:
         yield
     except RuntimeError as error:
@@ -136,8 +138,7 @@ def share(total: int) -> slice:
 
 
 def _rank() -> int:
-    import torch.distributed as dist
-
+    dist = _dist()
     return dist.get_rank() if count() > 1 else 0
 
 
@@ -149,25 +150,24 @@ def mean(value: Tensor) -> Tensor:
 def summed(value: Tensor) -> Tensor:
     if count() == 1:
         return value
-    import torch.distributed as dist
-
+    dist = _dist()
     result = value.clone()
     with together():
         dist.all_reduce(result)
     return result
 
 
-def highest(value: int) -> int:
-    """The highest of the processes' numbers, which all of them then know."""
+def highest(*values: int) -> list[int]:
+    """The highest of the processes' numbers, place by place, which all of them then know: one message."""
     if count() == 1:
-        return value
+        return [*values]
     import torch
-    import torch.distributed as dist
 
-    result = torch.tensor(value)
+    dist = _dist()
+    result = torch.tensor(values)
     with together():
         dist.all_reduce(result, dist.ReduceOp.MAX)
-    return int(result)
+    return [int(value) for value in result]
 
 
 def gathered(part: Tensor) -> Tensor:
@@ -175,8 +175,8 @@ def gathered(part: Tensor) -> Tensor:
     if count() == 1:
         return part
     import torch
-    import torch.distributed as dist
 
+    dist = _dist()
     layout = torch.channels_last if part.dim() == 4 and not part.is_contiguous() else torch.contiguous_format
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(count())]
     with together():
@@ -188,8 +188,7 @@ def from_all(value: Result) -> list[Result]:
     """What each process has, in all of them."""
     if count() == 1:
         return [value]
-    import torch.distributed as dist
-
+    dist = _dist()
     values: list[Any] = [None] * count()
     with together():
         dist.all_gather_object(values, value)
@@ -200,8 +199,7 @@ def from_first(action: Callable[[], Result]) -> Result:
     """What the first process gets from `action`, or the error that it meets there, in all of them."""
     if count() == 1:
         return action()
-    import torch.distributed as dist
-
+    dist = _dist()
     box: list[Any] = [None, None]
     if _rank() == 0:
         try:
@@ -220,8 +218,8 @@ def copy_from_first(tensors: Iterable[Tensor]) -> None:
     if count() == 1:
         return
     import torch
-    import torch.distributed as dist
 
+    dist = _dist()
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
@@ -251,13 +249,12 @@ def sharing_gradients(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def may_speak() -> bool:
-    """Whether this process tells of its error: the first that has one does. What it does to the others is no news."""
+    """Whether this process reports its error: the first that has one does; those that follow from it are silent."""
     if launched() == 1:
         return True
-    import torch.distributed as dist
-
+    dist = _dist()
     try:
-        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        store: Any = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=10)
         )
         return bool(store.add(f"moatlab has spoken {restarts()}", 1) == 1)

@@ -1,9 +1,8 @@
 """The two ways a command ends badly, and the one way it ends early. Each carries one sentence for a person."""
 
-from __future__ import annotations
-
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -15,7 +14,7 @@ class Damaged(UserError):
 
 
 class RunFailed(Exception):
-    """A run that was started could not go on (NaN, disk): exit code 1, the last checkpoint is kept."""
+    """A run that was started could not continue (NaN, disk): exit code 1, the last checkpoint is kept."""
 
 
 class NotWritten(RunFailed):
@@ -39,6 +38,22 @@ def needs_trust(model: str, origin: object, instead: str = "") -> UserError:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean fgsm?)` for a misspelt name, to stand at the end of a sentence; nothing where none is close."""
+    """` (did you mean fgsm?)` for a misspelt name, at the end of a sentence; nothing where none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+@contextmanager
+def users_code(trouble: str, kind: type[Exception] = UserError) -> Iterator[None]:
+    """For a block that runs the user's code, which may raise anything: its error becomes one sentence."""
+    try:
+        yield
+    except (UserError, RunFailed, Interrupted):
+        raise
+    except Exception as error:
+        raise kind(f"{trouble} ({type(error).__name__}: {first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message, short enough for the middle of a sentence."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

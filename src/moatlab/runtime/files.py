@@ -1,6 +1,4 @@
-"""Files that are either whole or not there, that tell when they were changed, and folders for one process at a time."""
-
-from __future__ import annotations
+"""Files that are whole or absent, with checksums that show changes; and folders for one process at a time."""
 
 import errno
 import hashlib
@@ -14,6 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,9 +22,39 @@ from moatlab.runtime.errors import Damaged, NotWritten, UserError
 SCHEMA = 1
 CHECKSUM = "checksum"
 UNREADABLE_ARRAYS = (
-    OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, MemoryError, SyntaxError, zipfile.BadZipFile,
-    zlib.error, tokenize.TokenError,
-)  # what numpy was seen to raise on damaged files  # fmt: skip
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    EOFError,
+    RuntimeError,
+    MemoryError,
+    SyntaxError,
+    zipfile.BadZipFile,
+    zlib.error,
+    tokenize.TokenError,
+)  # what numpy was seen to raise on damaged files
+
+
+class RunFile(StrEnum):
+    """The files of a run folder, by name."""
+
+    RECIPE = "recipe.toml"
+    RECORD = "run.json"
+    METRICS = "metrics.jsonl"
+    EVENTS = "events.jsonl"
+    CHECKPOINT = "checkpoint.pt"
+    PREVIOUS_CHECKPOINT = "checkpoint_previous.pt"
+    MODEL = "model.safetensors"
+    BEST_MODEL = "model_best.safetensors"
+    CARD = "eval.json"
+    BEST_CARD = "eval_best.json"
+    AA_CARD = "eval_aa.json"
+    OUTCOME = "outcome.json"
+    PORTRAIT = "portrait.json"
+    REPORT = "report.html"
+
+
 LARGEST_MEMO, MOST_TUPLES = 10**6, 40_000  # in a pickle; honest ones have a few for each tensor, or image
 
 
@@ -99,7 +128,7 @@ def as_line(fields: dict[str, Any]) -> bytes:
 
 
 def restore_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Make a file of lines hold these and no others: cut off what came after; written anew where that is not enough."""
+    """Make a file of lines hold these and no others: cut off what came after, or write all of it again."""
     refuse_link(path)
     wanted = b"".join(map(as_line, lines))
     found = path.read_bytes() if path.is_file() else None
@@ -108,7 +137,7 @@ def restore_lines(path: Path, lines: list[dict[str, Any]]) -> None:
             os.truncate(path, len(wanted))
         return
     if lines:
-        warn(f"{path} is damaged or gone; its {len(lines)} lines are written anew from the checkpoint")
+        warn(f"{path} is damaged or gone; its {len(lines)} lines are written again from the checkpoint")
     with atomic(path) as file:
         file.write(wanted)
 
@@ -206,7 +235,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-HELD: set[int] = set()  # handles of locks: a child that is forked off (to decode images) must not go on holding them
+HELD: set[int] = set()  # handles of locks: a child that is forked off (to decode images) must not keep them
 
 
 def _let_go() -> None:

@@ -1,7 +1,5 @@
 """Ctrl-C, SIGTERM (clusters send it) and SIGHUP (a terminal closes) as a request that waits for a good moment."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

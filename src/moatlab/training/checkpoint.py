@@ -1,24 +1,28 @@
-"""Where a run stands, on the disk: atomic, and safe to load (tensors and numbers, nothing that can run)."""
+"""Where a run is, on the disk, and how it starts or resumes from there, to the same bits.
 
-from __future__ import annotations
+A checkpoint is atomic, and safe to load: it holds tensors and numbers, nothing that can run.
+"""
 
 import hashlib
 import io
-import json
 import pickle
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moatlab.methods.cost import Cost
-from moatlab.models.weights import METADATA_KEY, UNREADABLE, check_archive, fingerprint, first_line, set_weights
-from moatlab.runtime.errors import UserError
-from moatlab.runtime.files import SCHEMA, atomic, read_whole
-from moatlab.training.optimizer import Sgd
+from moatlab.models.weights import UNREADABLE, check_archive, set_weights
+from moatlab.runtime import console, distributed
+from moatlab.runtime.environment import describe_environment
+from moatlab.runtime.errors import Damaged, UserError, first_line
+from moatlab.runtime.files import SCHEMA, atomic, read_whole, restore_lines
+from moatlab.training.run_folder import RunFolder
+from moatlab.training.setup import Session
+
+Weights = dict[str, Tensor]
 
 
 @dataclass
@@ -53,30 +57,21 @@ COSTS = ("cost", "healing_cost", "monitor_cost")
 COMMENT = b"sha256 "
 
 
-def save_checkpoint(
-    path: Path,
-    model: nn.Module,
-    optimizer: Sgd,
-    progress: Progress,
-    scaler: torch.amp.GradScaler,
-    *,
-    identity: str = "",
-    good: dict[str, Tensor] | None = None,
-    previous: Path | None = None,
-) -> None:
-    """`identity` names the run: a checkpoint of another one is not taken for it. `good`: weights to go back to."""
+def save_checkpoint(folder: RunFolder, session: Session, progress: Progress, good: Weights | None) -> None:
+    """`good`: the weights of the last good epoch, where a collapse may call for them."""
+    optimizer = session.optimizer
     content = {
         "schema": SCHEMA,
-        "identity": identity,
-        "model": model.state_dict(),
+        "identity": session.identity,
+        "model": session.model.state_dict(),
         "good": good,
-        "momentum": [optimizer.velocity.get(p) for p in model.parameters()],
-        "scaler": scaler.state_dict(),
+        "momentum": [optimizer.velocity.get(p) for p in session.model.parameters()],
+        "scaler": session.scaler.state_dict(),
         "progress": asdict(progress),
     }
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    with atomic(path, previous=previous) as file:
+    with atomic(folder.checkpoint, previous=folder.previous_checkpoint) as file:
         file.write(seal(buffer.getvalue()))
 
 
@@ -95,10 +90,9 @@ def unseal(content: bytes) -> bytes:
     return content
 
 
-def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: Sgd, scaler: torch.amp.GradScaler, *, identity: str = ""
-) -> tuple[Progress, dict[str, Tensor] | None]:
-    """Put the weights, the momentum and the scale of fp16 gradients back; where the run stood, and its good weights."""
+def load_checkpoint(path: Path, session: Session) -> tuple[Progress, Weights | None]:
+    """Put the weights, the momentum and the scale of fp16 gradients back; where the run was, and its good weights."""
+    model = session.model
     try:
         file = io.BytesIO(unseal(read_whole(path)))
         check_archive(file)
@@ -106,7 +100,7 @@ def load_checkpoint(
         content = torch.load(file, map_location="cpu", weights_only=True)
         if content["schema"] != SCHEMA:
             raise UserError(f"{path} has schema {content['schema']}; this version of moatlab reads {SCHEMA}")
-        if content["identity"] != identity:
+        if content["identity"] != session.identity:
             raise ValueError("it is of another run: another recipe, or other data")
         momentum, state = content["momentum"], content["progress"]
         progress = Progress(**state | {name: Cost(**state[name]) for name in COSTS})
@@ -114,10 +108,10 @@ def load_checkpoint(
             if buffer is not None and buffer.shape != parameter.shape:
                 raise ValueError("it is of another model")
         set_weights(model, content["model"], path)
-        scaler.load_state_dict(content["scaler"])
+        session.scaler.load_state_dict(content["scaler"])
         for parameter, buffer in zip(model.parameters(), momentum, strict=True):
             if buffer is not None:
-                optimizer.velocity[parameter] = laid_out_like(parameter, buffer)
+                session.optimizer.velocity[parameter] = laid_out_like(parameter, buffer)
     except (*UNREADABLE, pickle.UnpicklingError) as error:
         raise UserError(f"the checkpoint {path} can't be read ({first_line(error)})") from None
     return progress, content["good"]
@@ -130,15 +124,67 @@ def laid_out_like(parameter: Tensor, buffer: Tensor) -> Tensor:
     return copy
 
 
-def save_model(path: Path, model: nn.Module, description: dict[str, Any]) -> str:
-    """Weights and what is needed to rebuild the model. One metadata key: the file format shuffles several.
+def start_or_resume(session: Session, folder: RunFolder) -> tuple[Progress, Weights | None]:
+    """As the folder says. The first process reads and writes; the others get what it has."""
+    begin = _resume if folder.checkpoints else _start
+    progress, good, scale = distributed.from_first(lambda: (*begin(session, folder), session.scaler.state_dict()))
+    session.scaler.load_state_dict(scale)
+    velocities = session.optimizer.velocity.values()
+    distributed.copy_from_first([*session.model.parameters(), *session.model.buffers(), *velocities])
+    return progress, good
 
-    Returns the checksum that is in the file.
+
+def _start(session: Session, folder: RunFolder) -> tuple[Progress, None]:
+    if folder.record.exists():  # it is written after the first checkpoint
+        raise UserError(f"the run in {folder.path} has lost its checkpoint; start again in another folder")
+    folder.write_recipe(session.recipe)
+    restore_lines(folder.metrics, [])
+    restore_lines(folder.events, [])
+    save_checkpoint(folder, session, Progress(), None)
+    return Progress(), None
+
+
+def _resume(session: Session, folder: RunFolder) -> tuple[Progress, Weights | None]:
+    try:
+        record = folder.read_record()
+        if record.data.get("sha256") != session.images.sha256:
+            raise UserError(f"{session.recipe.data} is not the data that the run in {folder.path} was started with")
+        warn_of_a_move(record.environment, environment_of(session))
+    except Damaged as error:
+        console.warn(f"{error}; it is written again")
+    progress, good = _newest(session, folder)
+    restore_lines(folder.metrics, progress.history)
+    restore_lines(folder.events, progress.events)
+    console.note(f"resuming {folder.path} at step {progress.step} of {session.total_steps}")
+    return progress, good
+
+
+def warn_of_a_move(before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in ("device", "precision", "threads", "torch", "cpu"):
+        old, new = (str(one.get(name)).partition(":")[0] for one in (before, now))  # whichever GPU it is
+        if old != new:
+            console.warn(f"the run resumes with another {name} ({new}, not {old}); its last bits may differ")
+
+
+def environment_of(session: Session) -> dict[str, Any]:
+    count = distributed.count()
+    return describe_environment() | {"device": str(session.device), "precision": session.precision, "processes": count}
+
+
+def _newest(session: Session, folder: RunFolder) -> tuple[Progress, Weights | None]:
+    """The newest checkpoint that is whole, with its weights and momentum put back.
+
+    A damaged one is put aside, or it would take the place of the whole one when the next is written.
     """
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    description = {"schema": SCHEMA, **description}
-    digest = fingerprint(tensors, description)
-    text = json.dumps({**description, "sha256": digest}, sort_keys=True)
-    with atomic(path) as file:
-        file.write(safetensors.torch.save(tensors, metadata={METADATA_KEY: text}))
-    return digest
+    failures = []
+    for path in folder.checkpoints:
+        try:
+            found = load_checkpoint(path, session)
+        except UserError as error:
+            failures.append(str(error))
+            continue
+        if failures:
+            console.warn(f"{failures[0]}; it is put aside, and the one before it is used")
+            folder.checkpoint.replace(folder.checkpoint.with_name("checkpoint_damaged.pt"))
+        return found
+    raise UserError("; ".join(failures) + "; start again in another folder")

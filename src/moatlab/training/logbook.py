@@ -1,6 +1,4 @@
-"""What a run tells on its way: rows on the terminal, lines in metrics.jsonl and events.jsonl, TensorBoard."""
-
-from __future__ import annotations
+"""What a run reports on its way: rows on the terminal, lines in metrics.jsonl and events.jsonl, TensorBoard."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -23,12 +21,7 @@ SCALARS = ("lr", "loss", "clean", "fgsm", "pgd7", "alignment", "passes", "train_
 class Logbook:
     def __init__(self, folder: RunFolder, progress: Progress) -> None:
         self.folder, self.progress = folder, progress
-        self.board: Any = None
-        if find_spec("tensorboard") and distributed.is_first():
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._to_board(lambda: setattr(self, "board", SummaryWriter(
-                str(folder.path), purge_step=progress.epochs_logged + 1)))  # fmt: skip
+        self.board: Any = None  # TensorBoard's writer, once there is an epoch to write
 
     def epoch(self, line: dict[str, Any], examples: Sequence[Tensor] = ()) -> None:
         """The one line of an epoch. What follows relies on it: if it can't be written, this raises.
@@ -42,11 +35,14 @@ class Logbook:
         numbers = [f"{line['lr']:.4f}", f"{line['loss']:.3f}", *percent, f"{line['alignment']:.2f}"]
         work = [f"{line['passes']:g}", f"{line['train_seconds']:.1f}"]
         console.note(ROW.format(line["epoch"], line["stage"], *numbers, *work))
-        if self.board:
+        if find_spec("tensorboard") and distributed.is_first():
             self._to_board(lambda: self._show(line, examples))
 
     def _show(self, line: dict[str, Any], examples: Sequence[Tensor]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         number = line["epoch"]
+        self.board = self.board or SummaryWriter(str(self.folder.path), purge_step=number)
         for name in SCALARS:
             self.board.add_scalar(name, line[name], number)
         self.board.add_text("stage", line["stage"], number)
@@ -73,12 +69,12 @@ class Logbook:
             self._to_board(lambda: self.board.add_text("events", message, progress.epochs_logged))
 
     def _to_board(self, write: Callable[[], Any]) -> None:
-        """TensorBoard is a convenience: where it can't write, the run goes on without it."""
+        """TensorBoard is a convenience: where it can't write, the run continues without it."""
         try:
             write()
         except OSError as error:
             self.board = None
-            console.warn(f"TensorBoard's events can't be written ({error.strerror or error}); going on without them")
+            console.warn(f"TensorBoard's events can't be written ({error.strerror or error}); continuing without them")
 
     def close(self) -> None:
         if self.board:

@@ -1,7 +1,5 @@
 """Stochastic gradient descent, with PyTorch's fused kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch
@@ -45,7 +43,14 @@ class Sgd:
             [parameter for parameter, _ in pairs],
             [gradient for _, gradient in pairs],
             [self.velocity.get(parameter) for parameter, _ in pairs],
-            lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, dampening=0, nesterov=False,
-            maximize=False, fused=fused, grad_scale=scale if fused else None, found_inf=found_inf if fused else None,
-        )  # fmt: skip
-        torch.clear_autocast_cache()  # or a model with an autocast of its own might go on with the weights of before
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            dampening=0,
+            nesterov=False,
+            maximize=False,
+            fused=fused,
+            grad_scale=scale if fused else None,
+            found_inf=found_inf if fused else None,
+        )
+        torch.clear_autocast_cache()  # or a model with an autocast of its own might use the weights of before

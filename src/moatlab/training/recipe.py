@@ -1,31 +1,29 @@
-"""A recipe is everything that defines a run: validated, printable, loadable. Two equal recipes give equal bits.
+"""A recipe is everything that defines the mathematics of a run: validated, printable, loadable.
 
-A recipe is made in layers: a preset, then a file, then explicit options; the later layer wins.
+It is made in layers: a preset, then a file, then explicit options; the later layer wins. Threads and device are the
+machine's: they are in the run's record. On one machine, equal recipes give equal bits.
 """
-
-from __future__ import annotations
 
 import hashlib
 import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from moatlab.attacks.norms import NORM_NAMES, Threat
 from moatlab.methods.language import Method, parse_method
-from moatlab.runtime import distributed
+from moatlab.methods.stages import STAGES
 from moatlab.runtime.errors import UserError, did_you_mean, needs_trust
 from moatlab.runtime.files import SCHEMA, read_whole
+from moatlab.training.presets import PRESETS, default_preset
 
 
 class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-    # Fields of later versions, and what earlier ones did. Where a recipe says the same, its checksum does not tell, so
-    # that the runs of earlier versions are known, and go on.
-    later: ClassVar[dict[str, Any]] = {"norm": "linf"}
 
     method: str = Field(description="what to train with, for example moat:2")
     data: str = Field(description="mini, cifar10, cifar100, or a folder of images in folders of classes")
@@ -62,12 +60,6 @@ class Recipe(BaseModel):
         description="images watched after each epoch; test is for display, as in the paper's figure 1"
     )
     seed: int = Field(description="decides every random draw", ge=0, lt=2**63)
-    threads: int = Field(
-        description="CPU threads; other numbers give other last bits  [default: OMP_NUM_THREADS, or all cores]",
-        ge=1,
-        le=1024,
-    )
-    device: str = Field(description="auto, cpu, cuda, cuda:1 or mps")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto",
         description="what the model computes in, in attacks too; auto is bf16 on a GPU that has it, and fp32 elsewhere",
@@ -98,16 +90,9 @@ class Recipe(BaseModel):
         return text.strip()
 
     @model_validator(mode="after")
-    def _eps_is_a_radius(self) -> Recipe:
-        parse_eps(self.eps, self.norm)
+    def _eps_is_a_radius(self) -> Self:
+        Threat.of(self.eps, self.norm)
         return self
-
-    @field_validator("device")
-    @classmethod
-    def _device_has_a_known_form(cls, text: str) -> str:
-        if not is_device(text):
-            raise ValueError("should be auto, cpu, cuda, cuda:1 or mps")
-        return text
 
     @field_validator("std", mode="before")
     @classmethod
@@ -126,8 +111,8 @@ class Recipe(BaseModel):
         return parse_method(self.method)
 
     @property
-    def eps_value(self) -> float:
-        return parse_eps(self.eps, self.norm)
+    def threat(self) -> Threat:
+        return Threat.of(self.eps, self.norm)
 
     @property
     def setting(self) -> str:
@@ -155,65 +140,20 @@ class Recipe(BaseModel):
 
     @property
     def sha256(self) -> str:
-        unchanged = {name for name, value in self.later.items() if getattr(self, name) == value}
-        return hashlib.sha256(self.to_toml(without=unchanged).encode()).hexdigest()
+        return hashlib.sha256(self.to_toml().encode()).hexdigest()
 
-    def to_toml(self, without: set[str] | None = None) -> str:
-        fields = self.model_dump(mode="json", exclude_none=True, exclude=without)
-        return tomli_w.dumps({"schema": SCHEMA, **fields})
-
-
-NORM_NAMES = {"linf": "L-inf", "l2": "L2"}
-
-
-def is_device(text: str) -> bool:
-    return re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text) is not None
-
-
-def parse_eps(text: str, norm: str = "linf") -> float:
-    """The radius that `8/255` or `0.03` names, or a UserError. An L2 radius may be larger than 1."""
-    above, slash, below = text.partition("/")
-    try:
-        eps = float(above) / float(below) if slash else float(above)
-    except (ValueError, ZeroDivisionError):
-        eps = math.nan
-    if 0 < eps < (math.inf if norm == "l2" else 1):
-        return eps
-    if norm == "l2":
-        raise UserError(f"--eps {text}: the radius must be a number above 0, such as 128/255")
-    hint = f"; did you mean {text.strip()}/255?" if 1 <= eps <= 255 else ", such as 8/255"
-    raise UserError(f"--eps {text}: the radius must be a number between 0 and 1{hint}")
-
-
-_PAPER: dict[str, Any] = {
-    "data": "cifar10", "model": "preact_resnet18", "width": 64, "shortcut": "activated", "final_norm": True,
-    "schedule": "cyclic", "eps": "8/255", "lr": 0.2, "momentum": 0.9, "weight_decay": 5e-4, "batch_size": 128,
-    "augment": True, "bn_in_attack": "train", "holdout": 0, "seed": 0, "device": "auto",
-}  # fmt: skip
-_MINI = _PAPER | {
-    "data": "mini", "width": 16, "epochs": 21, "eps": "16/255", "augment": False, "holdout": 500,
-}  # fmt: skip
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "mini": _MINI,
-    "mini-long": _MINI | {"bn_in_attack": "eval", "batch_size": 32, "lr": 0.1, "epochs": 36},
-    "small": _PAPER | {"width": 16, "epochs": 30, "holdout": 1000},
-    "paper": _PAPER,
-    "paper-kim": _PAPER | {"final_norm": False, "bn_in_attack": "eval", "std": (0.2023, 0.1994, 0.2010)},
-}
-
-# GradAlign's lambda belongs to its radius; its authors use exp(255 eps ln(10)/8 + ln 0.02): 0.2 at 8/255, 2 at 16/255.
-_GRADALIGN = {preset: "gradalign:2.0" if preset.startswith("mini") else "gradalign:0.2" for preset in PRESETS}
-
-
-def default_preset(data: str | None) -> str:
-    return "mini" if data in (None, "mini") else "paper"
+    def to_toml(self) -> str:
+        return tomli_w.dumps({"schema": SCHEMA, **self.model_dump(mode="json", exclude_none=True)})
 
 
 def make_recipe(
-    method: str | None = None, *, preset: str | None = None, file: str | Path | None = None,
-    trust_model_code: bool = False, **options: Any,
-) -> Recipe:  # fmt: skip
+    method: str | None = None,
+    *,
+    preset: str | None = None,
+    file: str | Path | None = None,
+    trust_model_code: bool = False,
+    **options: Any,
+) -> Recipe:
     """A recipe from a preset, a recipe file and explicit options, the later winning over the earlier.
 
     A file that names a model of somebody's own (`package.module:factory`) has code imported when it is trained: it is
@@ -227,8 +167,8 @@ def make_recipe(
     if ":" in named and options.get("model") is None and not trust_model_code:
         raise needs_trust(named, f"the recipe {file}")
     given = {name: value for name, value in options.items() if value is not None}
-    if isinstance(given.get("eps"), int | float):
-        given["eps"] = str(given["eps"])  # from Python
+    if "eps" in given:
+        given["eps"] = str(given["eps"])  # a number, from Python
     if given.get("norm", layers.get("norm", "linf")) != layers.get("norm", "linf"):
         layers.pop("eps", None)  # a radius of one norm means nothing in another
     layers |= given
@@ -242,10 +182,9 @@ def make_recipe(
     fields = PRESETS[preset] | ({"eps": "128/255"} if layers.get("norm") == "l2" else {}) | layers
     for name in ("method", "then"):
         if isinstance(fields.get(name), str):
-            fields[name] = re.sub(r"\bgradalign\b(?!\s*:)", _GRADALIGN[preset], fields[name])
+            fields[name] = _with_defaults_at(fields[name], fields)
     if str(fields["model"]).startswith("wide_resnet") and "width" not in layers:
         fields["width"] = int(fields["width"]) * 5 // 2  # ten times its stem of 16, where others have 64
-    fields.setdefault("threads", distributed.threads())
     fields.setdefault("monitor", "holdout" if str(fields["holdout"]) != "0" else "train")
     fields.setdefault("epochs", _paper_epochs(fields))
     recipe = _validated(fields)
@@ -259,6 +198,15 @@ def make_recipe(
     if recipe.on_collapse == "heal" and {stage.name for stage in parse_method(recipe.then).stages} != {"pgd"}:
         raise UserError(f"--then {recipe.then}: healing takes multi-step stages, such as pgd:2")
     return recipe
+
+
+def _with_defaults_at(spec: str, fields: dict[str, Any]) -> str:
+    """The spec with the arguments filled in whose default depends on the radius, which is known for L-inf only."""
+    for stage, entry in STAGES.items():
+        if entry.argument and entry.argument.at_eps and fields.get("norm", "linf") == "linf":
+            value = entry.argument.at_eps(Threat.of(fields["eps"]).eps)
+            spec = re.sub(rf"\b{stage}\b(?!\s*:)", f"{stage}:{value}", spec)
+    return spec
 
 
 def _paper_epochs(fields: dict[str, Any]) -> int:

@@ -1,14 +1,12 @@
 """A run is a folder: these are its files.
 
-recipe.toml     what the run is                    checkpoint.pt            where it stands, to continue bit for bit
-run.json        how it went (`RunRecord`)          checkpoint_previous.pt   where it stood before
+recipe.toml     what the run is                    checkpoint.pt            where it is, to resume bit for bit
+run.json        how it went (`RunRecord`)          checkpoint_previous.pt   where it was before
 metrics.jsonl   one line per epoch                 model.safetensors        the model; `moatlab.load` needs nothing else
 events.jsonl    what happened: alarms and the like model_best.safetensors   the best epoch on held-out images
 
-Beside them stand cards (`card`), a portrait (`portrait`), an outcome (`outcomes`) and a page (`report`).
+Beside them are cards (eval.json), a portrait, an outcome (of `moat reproduce`) and a page.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -20,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.runtime.errors import Damaged, UserError
-from moatlab.runtime.files import atomic, locked, read_json, read_whole, remove_leftovers, write_json
+from moatlab.runtime.files import RunFile, atomic, locked, read_json, read_whole, remove_leftovers, write_json
 from moatlab.training.recipe import Recipe, load_recipe, option_name
 
-LOGS = {".log", ".txt", ".out", ".err"}  # a job's own output may stand in the run's folder
+LOGS = {".log", ".txt", ".out", ".err"}  # a job's own output may be in the run's folder
 
 
 @dataclass
 class RunRecord:
     """What `run.json` holds. Accuracies are fractions; `planned` and `counted` costs are in passes over the training
-    set; `monitoring` is in calls of the model, each on up to 250 images."""
+    set; `monitoring` is in calls of the model, each on up to 250 images. `environment` names threads and device."""
 
     status: str  # running, stopped (by --max-steps), interrupted, failed, finished
     recipe: str  # the checksum of its recipe
@@ -58,54 +56,30 @@ class RunRecord:
     message: str | None = None
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    path: Path
-
-    @property
-    def recipe(self) -> Path:
-        return self.path / "recipe.toml"
-
-    @property
-    def record(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.path / "checkpoint.pt"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def previous_checkpoint(self) -> Path:
-        return self.path / "checkpoint_previous.pt"
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.recipe = self.path / RunFile.RECIPE
+        self.record = self.path / RunFile.RECORD
+        self.metrics = self.path / RunFile.METRICS
+        self.events = self.path / RunFile.EVENTS
+        self.checkpoint = self.path / RunFile.CHECKPOINT
+        self.previous_checkpoint = self.path / RunFile.PREVIOUS_CHECKPOINT
+        self.model = self.path / RunFile.MODEL
+        self.best_model = self.path / RunFile.BEST_MODEL
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Those that are there, the newest first."""
+        """Those that exist, the newest first."""
         return [path for path in (self.checkpoint, self.previous_checkpoint) if path.exists()]
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model.safetensors"
-
-    @property
-    def best_model(self) -> Path:
-        return self.path / "model_best.safetensors"
 
     @contextmanager
     def for_one_process(self) -> Iterator[None]:
         """The folder, made if need be, while no other process may work in it. Removed where it came to nothing."""
         made = not self.path.exists()
+        files = (self.recipe, self.record, self.metrics, self.events, self.checkpoint, self.model, self.best_model)
         with locked(self.path):
-            for path in (self.recipe, self.record, self.metrics, self.events, self.checkpoint, self.model,
-                         self.best_model):  # fmt: skip
+            for path in files:
                 remove_leftovers(path)
             try:
                 yield
@@ -139,8 +113,8 @@ class RunFolder:
         return lines
 
     def finished_record(self, recipe: Recipe) -> RunRecord | None:
-        """The record, if it says that the run of this recipe is done, its metrics are as they were, and its model is
-        there (or else it is made again from the checkpoint)."""
+        """The record, if it says that the run of this recipe is done, its metrics are as they were, and its model
+        exists (or else it is made again from the checkpoint)."""
         try:
             record = self.read_record()
         except Damaged:
@@ -156,7 +130,7 @@ class RunFolder:
             return None
 
     def check(self, recipe: Recipe, *, resume: bool) -> None:
-        """Refuse to write over a run, or to continue one under another recipe."""
+        """Refuse to write over a run, or to resume one under another recipe."""
         for place in (self.path, *self.path.parents):
             if place.exists() and not place.is_dir():
                 raise UserError(f"--out {self.path}: {place} is a file, not a folder; name another")

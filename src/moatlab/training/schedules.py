@@ -1,7 +1,5 @@
 """Learning rates as functions of the step: nothing to save, nothing that cycles the momentum behind your back."""
 
-from __future__ import annotations
-
 
 def cyclic(step: int, *, epochs: int, steps_per_epoch: int, peak: float) -> float:
     """One triangle over the run, lr(s) = peak (1 - |2s/S - 1|): up to the middle, down to the end."""
@@ -9,10 +7,10 @@ def cyclic(step: int, *, epochs: int, steps_per_epoch: int, peak: float) -> floa
 
 
 def stepwise(step: int, *, epochs: int, steps_per_epoch: int, peak: float) -> float:
-    """Tenfold falls at 30, 60 and 80 % of the epochs: 60, 120, 160 of the paper's 200 (or 201)."""
+    """Divided by ten at 30, 60 and 80 % of the epochs: 60, 120, 160 of the paper's 200 (or 201)."""
     epoch = step // steps_per_epoch
-    falls = sum(epoch >= max(1, epochs * tenths // 10) for tenths in (3, 6, 8))
-    return float(peak * 10.0**-falls)
+    drops = sum(epoch >= max(1, epochs * tenths // 10) for tenths in (3, 6, 8))
+    return float(peak * 10.0**-drops)
 
 
 SCHEDULES = {"cyclic": cyclic, "stepwise": stepwise}

@@ -1,147 +1,112 @@
 """From a recipe to what is trained. Whatever can be wrong is found here, before a run writes its first file."""
 
-from __future__ import annotations
-
 import copy
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moatlab.attacks.probe import evaluating
-from moatlab.data import Images, load_images
-from moatlab.data.batches import Batches, as_floats
-from moatlab.methods.language import Method, parse_method
-from moatlab.methods.stages import Context
-from moatlab.models import BUILT_IN, build_model, users_code
+from moatlab.data.batches import Batches
+from moatlab.data.images import Images, as_floats
+from moatlab.methods.context import Context
+from moatlab.methods.language import Stage, parse_method
+from moatlab.models.registry import BUILT_IN, build_model
 from moatlab.models.weights import read_weights, set_weights
 from moatlab.runtime import distributed
 from moatlab.runtime.console import warn
-from moatlab.runtime.device import Autocast, choose_precision
-from moatlab.runtime.errors import UserError
+from moatlab.runtime.device import Autocast, choose_precision, full_precision, same_bits
+from moatlab.runtime.errors import UserError, users_code
 from moatlab.runtime.randomness import generator, key
 from moatlab.training.optimizer import Sgd
-from moatlab.training.recipe import Recipe, is_device
+from moatlab.training.recipe import Recipe
+from moatlab.training.schedules import SCHEDULES
 
 TRAIN_SAMPLE = 1000  # training images watched where none are held out
 
 
-@dataclass(frozen=True)
 class Session:
-    """All that a recipe stands for, on its device."""
+    """All that a recipe describes, on its device. `model` is the user's own, where the recipe only names it."""
 
-    recipe: Recipe
-    method: Method
-    then: Method  # what takes its place after a collapse, if the recipe says so
-    device: torch.device
-    images: Images
-    batches: Batches
-    watched_x: Tensor  # the images whose accuracies are measured after each epoch
-    watched_y: Tensor
-    model: nn.Module
-    precision: str
-    trained_model: nn.Module  # the same, in the precision that it is trained in
-    forward: nn.Module  # and that again, with gradients averaged over all processes; the trained loss goes through it
-    optimizer: Sgd
-    scaler: torch.amp.GradScaler  # keeps gradients in the range of fp16; does nothing otherwise
-    description: dict[str, Any]  # goes into the model's file: enough to rebuild the model and to know its threat model
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.batches.steps_per_epoch
-
-    @property
-    def identity(self) -> str:
-        """Names the run that a checkpoint is of: all of its recipe, and its data."""
-        return f"{self.recipe.sha256} {self.images.sha256}"
-
-    @property
-    def total_steps(self) -> int:
-        return self.recipe.epochs * self.steps_per_epoch
-
-
-def prepare(
-    recipe: Recipe,
-    data_dir: str | Path | None,
-    *,
-    continuing: bool,
-    stream: bool | None = None,
-    images: Images | None = None,
-    model: nn.Module | None = None,
-) -> Session:
-    """`images` and `model` are the user's own, where the recipe only names them."""
-    device = choose_device(recipe.device)
-    images = images or load_images(recipe.data, data_dir, stream=stream)
-    batches, watched_x, watched_y = split(images, recipe, device)
-    classes = len(images.classes)
-    arguments = model_arguments(recipe, images)
-    torch.manual_seed(key(recipe.seed, "initial weights"))
-    if model is None:
-        model = build_model(recipe.model, classes=classes, arguments=arguments)
-    if recipe.init and not continuing:
-        set_weights(model, read_weights(recipe.init)[0], recipe.init)
-    with users_code(f"--model {recipe.model} can't be moved to {device}"):
-        model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model.train()
-    precision = choose_precision(recipe.precision, device)
-    trained_model = model if precision == "fp32" else Autocast(model, precision)
-    check_model(trained_model, recipe, as_floats(watched_x[:1]).expand(2, -1, -1, -1), classes)
-    optimizer = Sgd(model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    description = {
-        "model": recipe.model, "arguments": arguments, "classes": classes, "class_names": list(images.classes),
-        "image_shape": list(images.train_x.shape[1:]), "eps": recipe.eps, "norm": recipe.norm,
-        "method": str(recipe.parsed_method), "data": images.name, "data_sha256": images.sha256,
-    }  # fmt: skip
-    return Session(
-        recipe,
-        recipe.parsed_method,
-        parse_method(recipe.then),
-        device,
-        images,
-        batches,
-        watched_x,
-        watched_y,
-        model,
-        precision,
-        trained_model,
-        distributed.sharing_gradients(trained_model, device),
-        optimizer,
-        scaler,
-        description,
-    )
-
-
-def context_of(session: Session, step: int) -> Context:
-    """What a stage is given beside the batch of a step."""
-    recipe = session.recipe
-    draws = generator(recipe.seed, "stage", step, device=session.device)
-    return Context(
-        session.trained_model, session.forward, recipe.eps_value, draws, len(session.images.classes),
-        recipe.bn_in_attack, recipe.norm, shared=True,
-    )  # fmt: skip
-
-
-def choose_device(name: str) -> torch.device:
-    if not is_device(name):
-        raise UserError(f"--device {name}: should be auto, cpu, cuda, cuda:1 or mps")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and distributed.launched() > 1:
-        if name != "cuda":
-            raise UserError(f"--device {name}: several processes take a GPU each; use --device cuda")
-        name = f"cuda:{distributed.number_on_this_machine()}"
-    device = torch.device(name)
-    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    if (device.index or 0) >= counts[device.type]:
-        raise UserError(
-            f"--device {name}: this machine, or this build of PyTorch, has no such device; use --device cpu"
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        images: Images,
+        model: nn.Module | None = None,
+        *,
+        resuming: bool = False,
+    ) -> None:
+        self.recipe, self.device = recipe, device
+        self.method, self.then = recipe.parsed_method, parse_method(recipe.then)  # `then` follows a collapse
+        self.images = images
+        self.batches, self.watched_x, self.watched_y = split(images, recipe, device)
+        self.steps_per_epoch = self.batches.steps_per_epoch
+        self.total_steps = recipe.epochs * self.steps_per_epoch
+        self.identity = f"{recipe.sha256} {self.images.sha256}"  # of the run that a checkpoint is of
+        classes, arguments = len(self.images.classes), model_arguments(recipe, self.images)
+        torch.manual_seed(key(recipe.seed, "initial weights"))
+        self.model = model or build_model(recipe.model, classes=classes, arguments=arguments)
+        if recipe.init and not resuming:
+            set_weights(self.model, read_weights(recipe.init)[0], recipe.init)
+        with users_code(f"--model {recipe.model} can't be moved to {device}"):
+            self.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.model.train()
+        self.precision = choose_precision(recipe.precision, device)
+        # The same model in the precision that it is trained in; and that with gradients averaged over all processes.
+        self.trained_model = self.model if self.precision == "fp32" else Autocast(self.model, self.precision)
+        check_model(self.trained_model, recipe, as_floats(self.watched_x[:1]).expand(2, -1, -1, -1), classes)
+        self.forward = distributed.sharing_gradients(self.trained_model, device)
+        self.optimizer = Sgd(
+            self.model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
         )
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
+        self.description = {  # goes into the model's file: enough to rebuild the model and to know its threat
+            "model": recipe.model,
+            "arguments": arguments,
+            "classes": classes,
+            "class_names": list(self.images.classes),
+            "image_shape": list(self.images.train_x.shape[1:]),
+            "eps": recipe.eps,
+            "norm": recipe.norm,
+            "method": str(self.method),
+            "data": self.images.name,
+            "data_sha256": self.images.sha256,
+        }
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Plain float32 inside, unless the run is trained in fewer bits; kernels that give the same bits every time."""
+        strict = self.recipe.deterministic
+        repeatable = strict or self.device.type == "cpu"
+        plain = full_precision() if self.precision == "fp32" else nullcontext()
+        with plain, same_bits(strict=strict) if repeatable else nullcontext():
+            yield
+
+    def stage_at(self, step: int, replaced: bool = False) -> Stage:
+        """The stage of a step, of the recipe's method or of the one that took its place after a collapse."""
+        method = self.then if replaced else self.method
+        return method.stage_at(step // self.steps_per_epoch, self.recipe.epochs)
+
+    def where(self, step: int, replaced: bool = False) -> str:
+        """A step for a person."""
+        epoch, stage = step // self.steps_per_epoch + 1, self.stage_at(step, replaced)
+        return f"step {step + 1} (epoch {epoch}, stage {stage}, lr {self.learning_rate(step):.3g})"
+
+    def learning_rate(self, step: int) -> float:
+        recipe = self.recipe
+        schedule = SCHEDULES[recipe.schedule]
+        return schedule(step, epochs=recipe.epochs, steps_per_epoch=self.steps_per_epoch, peak=recipe.lr)
+
+    def context(self, step: int) -> Context:
+        """What a stage is given beside the batch of a step."""
+        recipe, classes = self.recipe, len(self.images.classes)
+        draws = generator(recipe.seed, "stage", step, device=self.device)
+        return Context(
+            self.trained_model, self.forward, recipe.threat, draws, classes, recipe.bn_in_attack, shared=True
+        )
 
 
 def split(images: Images, recipe: Recipe, device: torch.device) -> tuple[Batches, Tensor, Tensor]:

@@ -1,0 +1,165 @@
+"""The commands that train: `moat train`, `moat plan`, `moat compare` and `moat demo`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from moatlab.cli import options as shared
+from moatlab.methods.cost import KINDS
+from moatlab.runtime import console, distributed
+from moatlab.runtime.errors import UserError
+from moatlab.runtime.files import RunFile
+from moatlab.training.recipe import Recipe, default_name, make_recipe
+
+
+@click.command("train", cls=shared.Grouped, short_help="Train one model.")
+@shared.method_argument
+@shared.recipe_options()
+@shared.running_options
+@click.option("--max-steps", type=click.IntRange(min=0), help="Stop after so many steps of the whole run.")
+@click.option("--checkpoint-every", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--stream/--no-stream",
+    default=None,
+    help="Leave the images of a folder on the disk, and decode them batch by batch  "
+    "[default: where they would fill a quarter of the memory]",
+)
+def train_command(
+    out: Path | None, resume: bool, as_json: bool, threads: int | None, device: str, **options: Any
+) -> None:
+    """Train METHOD: fgsm, fast, nfgsm, pgd:K, gradalign, kim, standard, moat:K, imoat:K1,K2,K3, or a cycle of stages
+    such as "cutmix | fast | pgd:2>5>8".
+
+    \b
+    moat train moat:2                             on the embedded data, in minutes
+    moat train imoat:2,5,8 --data cifar10         at the paper's size
+    moat train moat:2 --data photos --model mynet:build --out runs/mine
+    moat train fast --on-collapse heal            watched, and healed
+    moat train fgsm --epochs 3 --out runs/short
+    moat train --resume --out runs/short          continues the run that is there
+
+    Presets: mini (the embedded images, in minutes), mini-long (the same for longer, attacks in eval mode), small
+    (CIFAR, a narrow model), paper, paper-kim (the model and attacks of Kim et al.). moat plan shows what they fill in.
+    """
+    running = {name: options.pop(name) for name in ("data_dir", "max_steps", "checkpoint_every", "stream")}
+    if resume and not (options["method"] or options["file"]):
+        if out is None or not (out / RunFile.RECIPE).exists():
+            raise UserError(f"there is no run in {out} to resume" if out else "name the run to resume with --out")
+        options["file"] = out / RunFile.RECIPE
+    recipe = make_recipe(**options)
+    out = out or Path("runs") / default_name(recipe, options["preset"])
+    shared.let_be_deterministic(recipe)
+    from moatlab.runtime.device import Machine
+    from moatlab.training.api import train_recipe
+
+    record = train_recipe(recipe, out, machine=Machine(device, threads), resume=resume, **running)
+    if not distributed.is_first():
+        return
+    page = out / RunFile.REPORT
+    if record.final and not (page.exists() and page.stat().st_mtime >= (out / RunFile.RECORD).stat().st_mtime):
+        from moatlab.report.page import publish
+
+        publish([out], page, data_dir=running["data_dir"], trust_model_code=recipe.names_code)
+    if as_json:
+        shared.print_file(out / RunFile.RECORD)
+    elif record.final:
+        accuracy = "  ".join(f"{name} {100 * record.final[name]:.1f} %" for name in ("clean", "fgsm", "pgd7"))
+        collapse = f"  COLLAPSED at epoch {record.collapsed_at}" if record.collapsed_at else ""
+        if record.kept_epoch:
+            collapse = f"  (of epoch {record.kept_epoch}: collapsed at epoch {record.alarms[-1]})"
+        click.echo(f"{record.method} on {record.final['images']:,} test images: {accuracy}{collapse}")
+        healing = record.healing["passes"]
+        extra = f" ({healing:+g} beyond the plan, for healing)" if healing else ""
+        click.echo(f"{record.counted['passes']:g} passes{extra}; the run is in {out}")
+        if page.exists():
+            click.echo(f"report: {page}")
+        click.echo(f"next: moat eval {out}{' --trust-model-code' if recipe.names_code else ''}")
+
+
+@click.command("plan", cls=shared.Grouped)
+@shared.method_argument
+@shared.recipe_options()
+@shared.json_option
+def plan_command(as_json: bool, **options: Any) -> None:
+    """The cost of a run, before it runs. Touches no data.
+
+    \b
+    moat plan imoat:2,5,8 --epochs 60
+    moat plan "cutmix | fast | pgd:2>5>8" --json
+
+    One pass is a forward and a backward over the training set.
+    """
+    from moatlab.data.loading import KNOWN_SIZES
+
+    del options["threads"], options["device"]  # the machine's: a plan is the same on every one
+    recipe = make_recipe(**options, trust_model_code=True)  # imports nothing
+    parsed, epochs = recipe.parsed_method, recipe.epochs
+    cost = parsed.cost(epochs).as_dict()
+    steps = None  # unknown for a folder, which is not looked at
+    if recipe.data in KNOWN_SIZES:
+        count = KNOWN_SIZES[recipe.data][0] - recipe.holdout
+        steps = count // recipe.batch_size
+        if steps < 1:
+            raise UserError(f"--batch-size {recipe.batch_size} is larger than the {count} images to train on")
+    if as_json:
+        shared.print_json({"method": recipe.method, "epochs": epochs, "steps_per_epoch": steps, **cost})
+        return
+    click.echo(f"{recipe.method}" + (f" = {parsed}" if str(parsed) != recipe.method else ""))
+    click.echo(recipe.setting)
+    click.echo(f"{epochs} epochs of {steps or 'unknown'} steps")
+    for name in ("passes", *KINDS):
+        click.echo(f"{name.replace('_', '-'):<18}{cost[name]:>8g}  x the training set")
+    counts: dict[str, int] = {}
+    for epoch in range(epochs):
+        stage = str(parsed.stage_at(epoch, epochs))
+        counts[stage] = counts.get(stage, 0) + 1
+    click.echo("stages: " + ", ".join(f"{count} x {stage}" for stage, count in counts.items()))
+
+
+@click.command("compare", cls=shared.Grouped, short_help="Train several methods with the same recipe.")
+@shared.methods_argument
+@shared.recipe_options()
+@shared.running_options
+@shared.on_option
+def compare_command(methods: tuple[str, ...], out: Path | None, **options: Any) -> None:
+    """Train several METHODS with the same recipe: one table on the test images, one plot of PGD-7 accuracy.
+
+    \b
+    moat compare fgsm moat:2                      as moat demo
+    moat compare fgsm fast pgd:2 moat:2 --seed 1 --out runs/four
+    moat compare moat:2 moat:5 --data cifar10 --on ray
+    """
+    running = {name: options.pop(name) for name in ("data_dir", "resume", "as_json", "on", "threads", "device")}
+    recipes = [make_recipe(method, **options) for method in methods]
+    epochs = max(recipe.epochs for recipe in recipes)  # step-wise, a cycle's default is 201 where others have 200
+    recipes = [recipe.model_copy(update={"epochs": epochs}) for recipe in recipes]
+    shared.let_be_deterministic(recipes[0])
+    out = out or Path("runs") / f"compare_{default_name(recipes[0], options['preset'], ' '.join(methods))}"
+    run_comparison(recipes, out, **running)
+
+
+@click.command("demo", short_help="The paper's point, in minutes.")
+@click.option("--seed", type=int, default=0, show_default=True, help="decides every random draw")
+@click.option("--out", type=shared.FILE, help="The folder of the two runs  [default: runs/demo_sSEED]")
+@shared.json_option
+def demo_command(seed: int, out: Path | None, as_json: bool) -> None:
+    """The paper's point in minutes: FGSM training collapses, MOAT at the same cost does not.
+
+    Started again, it continues where it was, or shows its table.
+    """
+    recipes = [make_recipe(method, preset="mini", seed=seed) for method in ("fgsm", "moat:2")]
+    console.note("two runs, which cost the same: fgsm, then moat:2\n")
+    run_comparison(recipes, out or Path("runs") / f"demo_s{seed}", resume=True, as_json=as_json)
+
+
+def run_comparison(recipes: list[Recipe], out: Path, *, as_json: bool, **running: Any) -> None:
+    from moatlab.reproduce.comparison import compare
+
+    result = compare(recipes, out, **running)
+    if as_json:
+        shared.print_file(out / "compare.json")
+        return
+    from moatlab.report.terminal import print_comparison
+
+    print_comparison(result)

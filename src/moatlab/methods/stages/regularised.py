@@ -1,0 +1,69 @@
+"""Loss stages: a term beside the cross-entropy keeps the loss from bending inside the ball."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from moatlab.methods.cost import Cost
+from moatlab.methods.entry import Argument, StageEntry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moatlab.methods.context import Context
+
+
+def gradalign(context: Context, x: Tensor, y: Tensor, weight: float) -> Tensor:
+    """FGSM training plus weight (1 - mean cos(g1, g2)).
+
+    g1 is the input gradient at x (it makes the FGSM batch, and is a constant here), g2 the one at x + U(-eps, eps),
+    kept in the graph. Examples where either vanishes are left out of the mean.
+    """
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    threat = context.threat
+    with context.attacking() as probe:
+        g1, _logits = probe.gradient(x, y)
+        noisy = (x + context.noise(x)).requires_grad_()
+        noisy_loss = cross_entropy(context.model(noisy), y, reduction="sum")
+        (g2,) = torch.autograd.grad(noisy_loss, noisy, create_graph=True)
+    adversarial = threat.project(x + threat.eps * threat.steepest(g1), x)
+    return cross_entropy(context.forward(adversarial), y) + weight * misalignment(g1, g2, context.mean_count)
+
+
+def misalignment(g1: Tensor, g2: Tensor, usual: Callable[[Tensor], Tensor] = lambda count: count) -> Tensor:
+    """The mean of 1 - cos(g1, g2) over the examples where neither norm is zero (0 where there are none).
+
+    Zero, or so small that its square is none in float32: there the derivative of a norm overflows. `usual` makes of
+    their number the one to divide by: where losses are averaged over processes, the mean number.
+    """
+    import torch
+
+    g1, g2 = g1.flatten(1), g2.flatten(1)
+    size1, size2 = g1.abs().amax(1, keepdim=True), g2.detach().abs().amax(1, keepdim=True)
+    smallest = torch.finfo(g1.dtype).tiny ** 0.5
+    counts = (size1 > smallest) & (size2 > smallest)
+    g1 = torch.where(counts, g1 / size1, 1.0)  # scaled, so that no square vanishes on the way
+    g2 = torch.where(counts, g2, 1.0) / torch.where(counts, size2, 1.0)
+    cosine = torch.nn.functional.cosine_similarity(g1, g2, dim=1)
+    total = torch.where(counts.squeeze(1), 1 - cosine, 0.0).sum()
+    misaligned: Tensor = total / torch.where(counts.any(), usual(counts.sum()), 1)
+    return misaligned
+
+
+def lambda_at(eps: float) -> float:
+    """exp(255 eps ln(10)/8 + ln 0.02), as the authors choose it: 0.2 at 8/255, 2 at 16/255."""
+    return round(0.02 * 10 ** (255 * eps / 8), 4)
+
+
+STAGES = {
+    "gradalign": StageEntry(
+        gradalign,
+        lambda _: Cost(3, 2, 1, 1),
+        "Andriushchenko and Flammarion, 2020",
+        Argument("LAMBDA", whole=False, low=0, default=0.2, at_eps=lambda_at),
+        kind="loss",
+    )
+}

@@ -1,0 +1,68 @@
+"""Stages with one gradient step: the cheap ones, which may overfit catastrophically."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moatlab.methods.cost import Cost
+from moatlab.methods.entry import Argument, StageEntry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moatlab.methods.context import Context
+    from moatlab.methods.entry import Batch
+
+
+def fgsm(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
+    """One step of eps from x itself: the training that collapses."""
+    return context.climb(x, x, y, steps=1, step_size=context.eps), y
+
+
+def fast(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
+    """A random start in the ball, one step of 1.25 eps, projected."""
+    return context.climb(x + context.noise(x), x, y, steps=1, step_size=1.25 * context.eps), y
+
+
+def nfgsm(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
+    """Noise U(-2 eps, 2 eps), one step of eps, both clipped to [0, 1] but NOT to the ball.
+
+    In L2 the noise is uniform in the ball of radius 2 eps.
+    """
+    noisy = (x + context.noise(x, 2 * context.eps)).clamp_(0, 1)
+    with context.attacking() as probe:
+        gradient, _logits = probe.gradient(noisy, y)
+    return (noisy + context.eps * context.threat.steepest(gradient)).clamp_(0, 1), y
+
+
+def kim(context: Context, x: Tensor, y: Tensor, checkpoints: int) -> Batch:
+    """The shortest stretch k/C of the single-step perturbation that fools the model.
+
+    Examples wrong at the random start train on the plain x; those that no stretch fools on the whole perturbation.
+    Always in eval mode. Each stretch is tried on the whole batch, so that the cost does not depend on the data.
+    """
+    threat = context.threat
+    with context.attacking("eval") as probe:
+        start = threat.project(x + context.noise(x), x)
+        gradient, logits = probe.gradient(start, y)
+        delta = threat.project(start + 1.25 * threat.eps * threat.steepest(gradient), x) - x
+        stretch = x.new_ones(len(x), 1, 1, 1)
+        for k in range(checkpoints - 1, 0, -1):  # downwards, so that the smallest fooling k is written last
+            shorter = threat.project(x + k / checkpoints * delta, x)
+            stretch[probe.logits(shorter).argmax(1) != y] = k / checkpoints
+        stretch[logits.argmax(1) != y] = 0
+    return threat.project(x + stretch * delta, x), y
+
+
+SINGLE = Cost(2, 1, 1)
+STAGES = {
+    "fgsm": StageEntry(fgsm, lambda _: SINGLE, "Goodfellow et al., 2015"),
+    "fast": StageEntry(fast, lambda _: SINGLE, "Wong, Rice and Kolter, 2020"),
+    "nfgsm": StageEntry(nfgsm, lambda _: SINGLE, "de Jorge et al., 2022"),
+    "kim": StageEntry(
+        kim,
+        lambda checkpoints: Cost(checkpoints + 1, 1, 1),
+        "Kim, Lee and Lee, 2021",
+        Argument("C", whole=True, low=1, high=100, default=3),
+    ),
+}

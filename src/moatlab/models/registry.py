@@ -1,0 +1,57 @@
+"""Models by name: the built-in ones, and the user's own as `package.module:factory`."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from moatlab.models.preact_resnet import PreActResNet, PreActResNet18
+from moatlab.models.resnet import ResNet18
+from moatlab.models.weights import read_weights, set_weights
+from moatlab.models.yours import build_by_factory
+from moatlab.runtime.errors import UserError, first_line, needs_trust
+
+BUILT_IN: dict[str, Callable[..., nn.Module]] = {
+    "preact_resnet18": PreActResNet18,
+    "preact_resnet34": partial(PreActResNet, (3, 4, 6, 3)),
+    "preact_resnet50": partial(PreActResNet, (3, 4, 6, 3), bottleneck=True),
+    "resnet18": ResNet18,
+    "wide_resnet28_10": partial(PreActResNet, (4, 4, 4), stem=16, width=160),
+    "wide_resnet34_10": partial(PreActResNet, (5, 5, 5), stem=16, width=160),
+}
+ARGUMENTS = ("width", "shortcut", "final_norm", "mean", "std")  # of a built-in model; a ResNet has no variants
+LARGEST = 2000  # width, and classes: a file may claim any number, and more would not fit into memory
+
+
+def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Module:
+    """A new model. `arguments` are for a built-in one; a user's factory gets the number of classes only."""
+    if name not in BUILT_IN:
+        if ":" in name:
+            return build_by_factory(name, classes)
+        known = ", ".join(BUILT_IN)
+        raise UserError(f"there is no model '{name}'; give {known}, or your own as package.module:factory")
+    if unknown := arguments.keys() - set(ARGUMENTS):
+        raise UserError(f"{name} can't be built with {min(unknown)}; its arguments are {', '.join(ARGUMENTS)}")
+    sizes = {"classes": classes, "width": arguments.get("width", 64)}
+    if not all(isinstance(size, int) and 1 <= size <= LARGEST for size in sizes.values()):
+        raise UserError(f"{name} can't be built with {sizes}")
+    try:
+        return BUILT_IN[name](classes=classes, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:  # arguments from a file that somebody wrote
+        raise UserError(f"{name} can't be built with {arguments} ({first_line(error)})") from None
+
+
+def load(run: str | Path, *, trust_model_code: bool = False) -> nn.Module:
+    """The trained model of a run folder or a `.safetensors` file that a run wrote, on the CPU, in eval mode. A file
+    that names a factory (`package.module:factory`) is refused unless you trust it: loading it imports that module."""
+    tensors, description = read_weights(run)
+    name, classes, arguments = (description.get(key) for key in ("model", "classes", "arguments"))
+    if not (isinstance(name, str) and isinstance(classes, int) and isinstance(arguments, dict)):
+        raise UserError(f"{run} does not say which model it holds; moatlab.load reads files that moatlab wrote")
+    if name not in BUILT_IN and not trust_model_code:
+        raise needs_trust(name, run)
+    model = build_model(name, classes=classes, arguments=arguments)
+    set_weights(model, tensors, run)
+    return model.eval()

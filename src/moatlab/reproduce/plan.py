@@ -1,0 +1,142 @@
+"""What a table or figure takes: its runs, their recipes and their cost."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moatlab.data.loading import KNOWN_SIZES
+from moatlab.reproduce.paper import COLUMNS, Asked, Experiment, Row
+from moatlab.runtime.errors import UserError
+from moatlab.training.recipe import Recipe, make_recipe, slug
+
+# Test images for all attacks, and for AutoAttack; None is all of them.
+EVALUATED = {"mini": (500, 200), "mini-long": (500, 200), "small": (1000, 500)}
+SURVIVING = 0.3  # of the images to the end of an attack: for the estimated time only
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep."""
+
+    row: Row
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        return f"{slug(self.recipe.method)}_s{self.recipe.seed}"
+
+    @property
+    def passes(self) -> float:
+        return self.recipe.parsed_method.cost(self.recipe.epochs).passes
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What `moat reproduce` was asked for."""
+
+    experiment: Experiment
+    preset: str
+    jobs: list[Job]
+    asked: Asked
+    recipe_of: Callable[[str, int], Recipe]  # of any method and seed, with the same options
+
+    @property
+    def passes(self) -> float:
+        return sum(job.passes for job in self.jobs)
+
+    def work(self, job: Job) -> float:
+        """Training and evaluation of a run in passes over the training set, the latter estimated."""
+        from moatlab.attacks.ensemble import parts_of
+
+        train, test, classes = KNOWN_SIZES[job.recipe.data]
+        counts = dict.fromkeys(COLUMNS, self.asked.images) | {"aa": self.asked.aa_images}
+        passes = sum(
+            part.passes * (counts[name] or test)
+            for name in COLUMNS[1:]
+            for part in parts_of(name, job.recipe.threat, classes)
+        )
+        models = sum(part == "last" or (part == "best" and job.recipe.holdout > 0) for part in self.asked.parts)
+        return job.passes + models * SURVIVING * passes / train
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(dict.fromkeys(job.row for job in self.jobs))
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({job.recipe.seed for job in self.jobs})
+
+    @property
+    def folder(self) -> Path:
+        """The default one: tables and figures of the same preset, data and schedule share their runs."""
+        recipe = self.jobs[0].recipe
+        return Path("runs") / f"reproduce_{self.preset}_{recipe.data}_{recipe.schedule}"
+
+    @property
+    def at_full_size(self) -> bool:
+        return self.preset.startswith("paper")
+
+    @property
+    def setting(self) -> str:
+        lengths = " or ".join(map(str, sorted({job.recipe.epochs for job in self.jobs})))  # cycles may end later
+        setting = re.sub(r", seed \d+", "", self.jobs[0].recipe.setting)
+        return re.sub(r"\d+ epochs", f"{lengths} epochs", setting, count=1)
+
+
+def plan_sweep(
+    experiment: Experiment,
+    preset: str,
+    *,
+    seeds: int = 1,
+    methods: list[str] | None = None,
+    images: int | None = None,
+    aa_images: int | None = None,
+    **options: Any,
+) -> Sweep:
+    """The runs of a table or figure, seed by seed. `methods` chooses rows, or adds rows of the user's own."""
+    data = experiment.data
+    if preset.startswith("mini"):
+        if data != "cifar10":
+            of = f"{experiment.name} is of CIFAR-100, and {preset} holds images of CIFAR-10"
+            raise UserError(f"{of}; use --preset small")
+        data = "mini"
+    # The table is to show what a collapse does to a run.
+    options |= {"data": data, "schedule": experiment.schedule, "on_collapse": "warn"}
+
+    def recipe_of(method: str, seed: int) -> Recipe:
+        recipe = make_recipe(method, preset=preset, seed=seed, **options)
+        # As in the paper's figure 1, where no images are held out. It is for display: nothing is chosen by it.
+        watched = {"monitor": "test"} if recipe.holdout == 0 and options.get("monitor") is None else {}
+        return recipe.model_copy(update=watched)
+
+    known = {row.method: row for row in experiment.rows} | {row.label: row for row in experiment.rows}
+    rows = [known.get(method, Row(method, method, in_paper=False)) for method in methods or list(known)]
+    jobs = [Job(row, recipe_of(row.method, seed)) for seed in range(seeds) for row in dict.fromkeys(rows)]
+    for option, count in (("--n", images), ("--n-aa", aa_images)):
+        if count and count > (there := KNOWN_SIZES[data][1]):
+            raise UserError(f"{option} {count} is more than the {there:,} test images of {data}")
+    usual, usual_aa = EVALUATED.get(preset, (None, None))
+    images = images or usual
+    aa_images = aa_images or min(filter(None, (usual_aa, images)), default=None)
+    return Sweep(experiment, preset, jobs, Asked(experiment.parts, images, aa_images), recipe_of)
+
+
+def describe(sweep: Sweep, out: Path) -> dict[str, Any]:
+    """What a plan and a result have in common."""
+    names = {"experiment": sweep.experiment.name, "kind": sweep.experiment.kind, "title": sweep.experiment.title}
+    return names | {"preset": sweep.preset, "setting": sweep.setting, "seeds": sweep.seeds, "folder": str(out)}
+
+
+def describe_plan(sweep: Sweep, out: Path) -> dict[str, Any]:
+    """What would run: the paper's rows, and ours apart."""
+
+    def described(job: Job) -> dict[str, Any]:
+        recipe = job.recipe
+        names = {"row": job.row.label, "method": recipe.method, "seed": recipe.seed, "run": job.name}
+        return names | {"epochs": recipe.epochs, "passes": job.passes, "recipe": recipe.model_dump(mode="json")}
+
+    numbers = {"images": sweep.asked.images, "aa_images": sweep.asked.aa_images, "passes": sweep.passes}
+    theirs, ours = ([described(job) for job in sweep.jobs if job.row.in_paper == wanted] for wanted in (True, False))
+    return describe(sweep, out) | numbers | {"rows": theirs, "additional_rows": ours}

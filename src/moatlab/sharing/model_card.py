@@ -1,0 +1,84 @@
+"""README.md of an exported model: the metadata that model hubs read, the results with their conditions, and its use."""
+
+import json
+from typing import Any
+
+from moatlab.attacks.norms import NORM_NAMES
+from moatlab.evaluation.card import Card
+
+METADATA = """\
+library_name: moatlab
+pipeline_tag: image-classification
+tags:
+- adversarial-robustness
+- adversarial-training
+- image-classification
+- pytorch
+datasets:
+- {data}
+"""
+RESULTS = """\
+model-index:
+- name: {method}
+  results:
+  - task:
+      type: image-classification
+    dataset:
+      name: {data}
+      type: {data}
+      split: test
+    metrics:
+"""
+USE = {
+    "safetensors": """\
+```python
+import moatlab
+
+model = moatlab.load("model.safetensors"{trust})
+logits = model(images)  # float32, (N, C, H, W) in [0, 1]
+```
+""",
+    "robustbench": """\
+The `.pt` file is a state dict of RobustBench's `PreActResNet` with the buffers `mu` and `sigma`; the `.json` file is \
+its model info.
+""",
+    "onnx": """\
+```python
+import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx")
+(logits,) = session.run(["logits"], {{"images": images}})  # float32, (N, C, H, W) in [0, 1]
+```
+""",
+}
+
+
+def card_text(kind: str, description: dict[str, Any], card: Card | None) -> str:
+    data, method = (" ".join(str(description[name]).split()) for name in ("data", "method"))
+    threat = f"{NORM_NAMES[description['norm']]}, eps {description['eps']}"
+    quoted = {"data": json.dumps(data), "method": json.dumps(method)}
+    metadata = METADATA.format(**quoted)
+    results = "It has not been evaluated: `moat eval RUN` before this export writes results here.\n\n"
+    if card:
+        metadata += RESULTS.format(**quoted)
+        results = f"On {card.data.images:,} test images ({threat}):\n\n"
+        results += "| attack | accuracy | 95 % interval |\n|---|---|---|\n"
+        for name, result in card.results.items():
+            title = json.dumps("accuracy" if name == "clean" else f"accuracy under {name} ({threat})")
+            accuracy, low, high = (100 * share for share in (result.accuracy, *result.interval))
+            metadata += f"    - type: accuracy\n      name: {title}\n      value: {accuracy:.2f}\n"
+            results += f"| {name} | {accuracy:.1f} % | {low:.1f} to {high:.1f} % |\n"
+        results += "\n"
+        for flag in card.flags:
+            results += f"Red flag `{flag.name}` ({flag.evidence}): {flag.meaning}\n\n"
+    names_code = kind == "safetensors" and ":" in str(description["model"])
+    code = "The network itself is code of its author's, which must be importable.\n\n" if names_code else ""
+    trust = ", trust_model_code=True" if names_code else ""
+    height, width, channels = description["image_shape"]
+    return (
+        f"---\n{metadata}---\n\n# `{method}` on {data}\n\n"
+        f"An image classifier that was trained to be robust ({threat}) by `{method}`, with moatlab. It takes images in "
+        f"[0, 1], {width}x{height} with {channels} channels, without normalisation, and returns "
+        f"{description['classes']} logits, in this order: {', '.join(map(str, description['class_names']))}.\n\n"
+        f"{results}## Use\n\n{code}{USE[kind].format(trust=trust)}"
+    )
