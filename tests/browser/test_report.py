@@ -103,7 +103,7 @@ def test_every_plot_is_there_and_nothing_complains_overflows_or_asks_for_anythin
     assert page.heard == []
 
 
-def test_hovering_over_a_curve_tells_the_values_there(look_at, many):
+def test_hovering_over_a_curve_shows_the_values_there(look_at, many):
     page = look_at(many)
     plot = page.locator("#epochs .plot")
     plot.scroll_into_view_if_needed()
@@ -119,7 +119,7 @@ def test_hovering_over_a_curve_tells_the_values_there(look_at, many):
     assert not plot.locator(".tip").is_visible()
 
 
-def test_hovering_over_a_point_tells_which_run_it_is(look_at, many):
+def test_hovering_over_a_point_shows_which_run_it_is(look_at, many):
     page = look_at(many)
     point = page.locator("#cost circle").last
     point.scroll_into_view_if_needed()

@@ -15,7 +15,7 @@ from PIL import Image
 
 import moatlab
 from moatlab.cli.main import cli
-from moatlab.cli.train import compare_command, plan_command, train_command
+from moatlab.cli.training import compare_command, plan_command, train_command
 from moatlab.data.loading import MINI_FOLDER
 from moatlab.methods.language import parse_method
 from moatlab.runtime import distributed

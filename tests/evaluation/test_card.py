@@ -77,7 +77,7 @@ def test_a_card_that_was_changed_is_damaged(evaluated, tmp_path):
         Card.read(tmp_path / "none.json")
 
 
-def test_a_card_tells_why_it_is_not_of_a_model_its_images_or_its_threat(evaluated):
+def test_a_card_says_why_it_is_not_of_a_model_its_images_or_its_threat(evaluated):
     target, card = evaluated
     names = {"model": target.sha256, "weights": target.subject.weights, "factory": "preact_resnet18"}
     own = {"data": target.images.sha256, "threat": Threat.of("16/255")}

@@ -196,7 +196,7 @@ class Touchy(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["apgd-ce", "pgd50", "square"])
-def test_where_only_the_copy_is_fooled_the_attack_goes_on_with_the_model(name):
+def test_where_only_the_copy_is_fooled_the_attack_continues_on_the_model(name):
     torch.manual_seed(0)
     x, y = 0.2 + 0.6 * torch.rand(3, 3, 8, 8), torch.tensor([1, 2, 3])
     assert evaluate(Touchy(x, y), x, y, attacks=[name], eps=0.05).accuracy[name] == 0.0
@@ -256,7 +256,7 @@ def test_batches_chunks_order_and_shards_change_no_verdict_in_float64():
     x = x.double()
     attacks, eps = ["pgd50", "aa"], 0.08
     whole = evaluate(model, x, y, attacks=attacks, eps=eps, batch_size=64)
-    assert 0 < whole.accuracy["aa"] < 0.2  # some stand to the end of Square, not many
+    assert 0 < whole.accuracy["aa"] < 0.2  # some are robust to the end of Square, not many
     others = {size: evaluate(model, x, y, attacks=attacks, eps=eps, batch_size=size) for size in (1, 7)}
     shards = [
         evaluate(model, x[part], y[part], attacks=attacks, eps=eps, examples=torch.arange(40)[part])
@@ -355,7 +355,7 @@ def test_no_batch_is_larger_than_asked_and_none_has_one_image():
     assert max(sizes - {8}) <= 7  # but for a look at the first 8 images
 
 
-def test_examples_that_fell_are_not_worked_on_again():
+def test_broken_images_are_not_attacked_again():
     model = network()
     x, y = images(20, model)
     cheap = evaluate(model, x, y, attacks=["pgd50"], eps=0.5).cost["pgd50"]
@@ -661,7 +661,7 @@ def test_a_model_whose_gradient_is_the_same_for_all_pixels_can_be_attacked():
     assert evaluate(Sums(), x, torch.zeros(4, dtype=torch.int64), attacks=["pgd50"], eps=0.01).accuracy["pgd50"] == 1
 
 
-# --- an evaluation that goes on is one of the same model
+# --- an evaluation that resumes is one of the same model
 
 
 class Rounding(nn.Module):
@@ -676,7 +676,7 @@ class Rounding(nn.Module):
 
 
 @pytest.mark.parametrize("levels", [7, 255])  # 255: no image of bytes is changed
-def test_an_evaluation_does_not_go_on_with_a_model_that_answers_otherwise(tmp_path, levels):
+def test_an_evaluation_does_not_resume_with_a_model_that_answers_otherwise(tmp_path, levels):
     x = torch.randint(256, (12, 8, 8, 3), dtype=torch.uint8)
     y = torch.arange(12) % 5
     evaluate(Rounding(levels), x, y, attacks=["fgsm"], eps=EPS, state=tmp_path)
@@ -685,7 +685,7 @@ def test_an_evaluation_does_not_go_on_with_a_model_that_answers_otherwise(tmp_pa
     evaluate(Rounding(levels), x, y, attacks=["fgsm"], eps=EPS, state=tmp_path)
 
 
-def test_an_evaluation_of_other_weights_images_or_labels_is_refused_without_being_told_what_they_are(tmp_path):
+def test_an_evaluation_of_other_weights_images_or_labels_is_refused_though_nobody_names_them(tmp_path):
     model = network()
     x, y = images(12, model)
     first = evaluate(model, x, y, attacks=["fgsm"], eps=EPS, state=str(tmp_path / "state"))
@@ -718,8 +718,8 @@ class Mean(nn.Module):
         return torch.stack([above, torch.zeros_like(above)], 1)
 
 
-def test_an_attack_that_stopped_at_a_point_which_fools_only_its_copy_goes_on_with_the_model():
-    """The first image falls at once; the other two are then a batch of two, which seems fooled too early."""
+def test_an_attack_that_stopped_at_a_point_which_fools_only_its_copy_continues_on_the_model():
+    """The first image breaks at once; the other two are then a batch of two, which seems fooled too early."""
     x = torch.tensor([0.512, 0.58, 0.58]).view(3, 1, 1, 1).expand(3, 3, 4, 4).contiguous()
     result = evaluate(Mean(), x, torch.zeros(3, dtype=torch.int64), attacks=["pgd50", "cw50"], eps=0.1)
     assert result.accuracy == {"clean": 1.0, "pgd50": 0.0, "cw50": 0.0}

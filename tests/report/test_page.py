@@ -131,7 +131,7 @@ def test_a_page_loads_nothing_and_runs_only_its_own_script(moat, runs):
 
 
 @pytest.mark.parametrize("evil", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</pre><b>bold</b>"])
-def test_whatever_stands_in_the_files_of_a_run_stays_text(moat, runs, evil):
+def test_whatever_is_in_the_files_of_a_run_stays_text(moat, runs, evil):
     run = runs / "fgsm"
     moat("report", run)
     moat("eval", run, "--attacks", "fgsm")
@@ -183,7 +183,7 @@ def test_a_run_with_a_bad_file_is_named_and_the_rest_of_the_page_is_made(moat, r
     assert page.tags.count("svg") >= 3 + 2
 
 
-def test_a_damaged_portrait_is_drawn_anew(moat, runs):
+def test_a_damaged_portrait_is_drawn_again(moat, runs):
     page_of(moat, runs / "fgsm")
     before = read_json(runs / "fgsm" / "portrait.json")
     (runs / "fgsm" / "portrait.json").write_text("{}")
@@ -332,7 +332,7 @@ def test_a_page_about_a_stopped_run_is_renewed_when_it_is_finished(moat, tiny_op
     assert "stopped" not in Page((alone / "one" / "report.html").read_text()).text
 
 
-def test_red_flags_and_a_collapse_stand_at_the_top(moat, runs):
+def test_red_flags_and_a_collapse_are_at_the_top(moat, runs):
     run = runs / "fgsm"
     record = read_json(run / "run.json") | {"collapsed_at": 2}
     write_json(run / "run.json", record)

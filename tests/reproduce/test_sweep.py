@@ -18,7 +18,7 @@ from moatlab.reproduce.outcomes import Outcome, pack, read_outcomes, steady_seco
 from moatlab.reproduce.paper import experiment
 from moatlab.reproduce.plan import plan_sweep
 from moatlab.reproduce.results import make_result
-from moatlab.reproduce.sweep import _others, run_sweep
+from moatlab.reproduce.sweep import _kept, _others, run_sweep
 from moatlab.reproduce.tables import as_text
 from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import UserError
@@ -148,24 +148,33 @@ def test_one_failed_run_does_not_stop_the_others_and_is_reported_at_the_end(whol
     assert json.loads(ended.out)["failures"] == result["failures"]
 
 
-def test_a_smaller_result_holds_on_to_the_runs_of_the_one_that_it_replaces(whole, moat, alone):
+def test_a_smaller_result_keeps_the_runs_of_the_one_that_it_replaces(whole, moat, alone):
     """Where a machine has nothing but that file, they would be lost."""
-    (alone / "anew").mkdir()
-    path = shutil.copy(whole / "table2a.json", alone / "anew" / "table2a.json")
-    command = ("reproduce", "table2a", *SMALL, "--out", "anew", "--known", path)
+    (alone / "again").mkdir()
+    path = shutil.copy(whole / "table2a.json", alone / "again" / "table2a.json")
+    command = ("reproduce", "table2a", *SMALL, "--out", "again", "--known", path)
     for methods, rows in (("fast", ["fast"]), ("fast", ["fast"]), ("fgsm fast", ["fgsm", "fast"])):
         ended = moat(*command, "--methods", methods)
         assert ended.code == 0, ended.err
         assert [row["row"] for row in read_json(path)["rows"]] == rows
         assert sorted(one.method for one in read_outcomes(path)) == ["fast", "fgsm"]
     assert read_json(path)["kept_runs"] == []
-    assert not (alone / "anew" / "fgsm_s0").exists()
+    assert not (alone / "again" / "fgsm_s0").exists()
     path.write_text("{")
     ended = moat(
-        "reproduce", "table2a", *SMALL, "--out", "anew", "--known", whole / "table2a.json", "--methods", "fast"
+        "reproduce", "table2a", *SMALL, "--out", "again", "--known", whole / "table2a.json", "--methods", "fast"
     )
     assert ended.code == 0
     assert "it is replaced" in ended.err
+
+
+def test_a_run_with_another_number_of_threads_is_kept_beside_the_new_one():
+    """Their recipes are the same, their last bits are not."""
+    path = KEPT / "figure1a-mini.json"
+    runs = read_outcomes(path)
+    elsewhere = [run.model_copy(update={"environment": run.environment | {"threads": 1}}) for run in runs]
+    assert _kept(path, runs) == []
+    assert _kept(path, elsewhere) == runs
 
 
 def test_other_images_than_those_of_known_runs_are_noticed_before_anything_is_trained(whole, moat, alone):
@@ -173,10 +182,10 @@ def test_other_images_than_those_of_known_runs_are_noticed_before_anything_is_tr
     result["runs"] = result["runs"][:1]
     result["runs"][0]["data"]["sha256"] = "0"
     write_json(alone / "known.json", result)
-    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm fast", "--out", "anew", "--known", "known.json")
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm fast", "--out", "again", "--known", "known.json")
     assert ended.code == 2
     assert "mini here is not the mini that fgsm_s0 was trained on" in ended.err
-    assert not (alone / "anew").exists()
+    assert not (alone / "again").exists()
 
 
 def test_a_run_is_not_evaluated_on_other_images_than_it_belongs_to(whole, moat, alone):
@@ -194,17 +203,17 @@ def test_a_run_is_not_evaluated_on_other_images_than_it_belongs_to(whole, moat, 
 
 def test_runs_known_from_an_earlier_result_are_not_repeated(whole, moat, alone):
     known = ("--known", whole / "table2a.json")
-    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm fast", "--out", "anew", *known)
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm fast", "--out", "again", *known)
     assert ended.code == 0
-    assert not (alone / "anew" / "fgsm_s0").exists()
-    assert read_json(alone / "anew" / "table2a.json")["rows"] == read_json(whole / "table2a.json")["rows"]
+    assert not (alone / "again" / "fgsm_s0").exists()
+    assert read_json(alone / "again" / "table2a.json")["rows"] == read_json(whole / "table2a.json")["rows"]
 
 
 def test_a_result_that_was_changed_by_hand_is_not_known(whole, moat, alone):
     fields = json.loads((whole / "table2a.json").read_text())
     fields["runs"][0]["last"]["accuracy"]["aa"] = 0.99
     (alone / "changed.json").write_text(json.dumps(fields))
-    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm", "--out", "anew", "--known", "changed.json")
+    ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm", "--out", "again", "--known", "changed.json")
     assert ended.code == 2
     assert "changed after it was written" in ended.err
 
@@ -260,7 +269,7 @@ def test_claims_of_a_figure_look_at_the_runs_of_a_table_in_the_same_folder_or_in
 
 def test_a_file_that_is_no_result_is_not_known(whole, moat):
     for name in ("fgsm_s0/outcome.json", "fgsm_s0/run.json"):
-        ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm", "--out", "anew", "--known", whole / name)
+        ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm", "--out", "again", "--known", whole / name)
         assert ended.code == 2
         assert "is not a result that moat reproduce wrote" in ended.err
 
@@ -332,7 +341,9 @@ def no_training(monkeypatch):
 @pytest.mark.usefixtures("no_training")
 @pytest.mark.parametrize("path", sorted(KEPT.glob("*a-mini*.json")), ids=lambda path: path.stem)
 def test_every_run_of_a_kept_result_is_known_and_none_is_trained_again(path, tmp_path):
-    kept, first = read_json(path), read_outcomes(path)[0]
+    """With the table beside it, whose fgsm costs are compared with, a kept result comes out as it is."""
+    kept, runs = read_json(path), read_outcomes(path)
+    first = runs[0]
     usual = make_recipe(first.method, preset=kept["preset"]).model_dump(mode="json")
     fixed = {"method", "data", "schedule", "seed", "on_collapse"}
     options = {name: value for name, value in first.recipe.items() if name not in fixed and value != usual[name]}
@@ -345,10 +356,13 @@ def test_every_run_of_a_kept_result_is_known_and_none_is_trained_again(path, tmp
         aa_images=first.aa_images,
         **options,
     )
-    assert len(sweep.jobs) == len(kept["runs"])
-    result = run_sweep(sweep, tmp_path / "out", known=[path])
+    assert len(sweep.jobs) == len(runs)
+    assert all(any(run.answers(job.recipe, sweep.asked) for run in runs) for job in sweep.jobs)
+    result = run_sweep(sweep, tmp_path / "out", known=[path, KEPT / "table2a-mini.json"])
     for name in ("rows", "best_rows", "setting", "images", "data", "machines", "failures", "runs"):
         assert result[name] == kept[name]
+    for claim, before in zip(result["claims"], kept["claims"], strict=True):
+        assert claim | {"name": ""} == before | {"name": ""}
     assert result["made"] == ["an earlier commit, date not recorded"]
     assert all(run["environment"]["threads"] in (1, 2) for run in result["runs"])
     assert not list((tmp_path / "out").glob("*/"))
@@ -376,7 +390,7 @@ def test_runs_for_a_cluster_elsewhere_are_neither_timed_nor_refused_here(tmp_pat
 
     monkeypatch.setattr(sweeping, "each", each)
     monkeypatch.setattr(sweeping, "seconds_per_pass", None)  # whoever calls it fails
-    sweep = plan_sweep(experiment("table2a"), "mini", methods=["fgsm"], epochs=100_000)
+    sweep = plan_sweep(experiment("table2a"), "mini", methods=["fgsm"], epochs=10_000)
     result = run_sweep(sweep, tmp_path, on="ray:10.0.0.1:6379", machine=Machine(threads=3))
     assert asked == [(1, "ray:10.0.0.1:6379", Machine(threads=3))]
     assert [failure["message"] for failure in result["failures"]] == ["not here"]

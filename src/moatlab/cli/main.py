@@ -12,7 +12,7 @@ import click
 from moatlab.cli.measuring import bench_command, eval_command, verify_command
 from moatlab.cli.publishing import export_command, report_command, reproduce_command
 from moatlab.cli.tools import completion_command, data_group, env_command
-from moatlab.cli.train import compare_command, demo_command, plan_command, train_command
+from moatlab.cli.training import compare_command, demo_command, plan_command, train_command
 from moatlab.runtime import console, distributed
 from moatlab.runtime.environment import keep_freed_memory
 from moatlab.runtime.errors import Interrupted, RunFailed, UserError

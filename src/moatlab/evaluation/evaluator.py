@@ -21,7 +21,7 @@ from moatlab.evaluation import checks, red_flags
 from moatlab.evaluation.checks import Outputs
 from moatlab.evaluation.progress import Progress, Step
 from moatlab.evaluation.result import Cost, Evaluation, Settings
-from moatlab.evaluation.state import ROBUST, WRONG, Partial, State
+from moatlab.evaluation.state import Partial, State
 from moatlab.models.weights import hash_of
 from moatlab.runtime.console import note, verbosity
 from moatlab.runtime.device import DTYPES, Autocast, full_precision, left_as_found
@@ -116,8 +116,8 @@ class _Data:
     y: Tensor
     examples: Tensor
 
-    def images(self, which: slice) -> Tensor:
-        """As floats on the device, contiguous."""
+    def images(self, which: slice | Tensor) -> Tensor:
+        """As floats on the model's device, contiguous."""
         return as_floats(self.x[which].to(self.y.device)).contiguous()
 
     @property
@@ -146,8 +146,8 @@ class _Job:
         ]
         self.state = State(
             identity=partial.identity,
-            answers=outputs.answers,
-            verdicts={name: torch.zeros(count, dtype=torch.int8) for name in ("clean", *self.names)},
+            answers=outputs.answers.tolist(),
+            broken_by={name: [None] * count for name in ("clean", *self.names)},
             cost={name: Cost(forwards=0, gradients=0, seconds=0.0) for name in ("clean", *self.names)},
         )
         self.progress = Progress(self.steps, count, lambda: sum(self._calls()) / 2)
@@ -187,19 +187,20 @@ class _Job:
                 if isinstance(error, Interrupted):
                     error.args = (f"{error}; nothing is lost",)
                 raise
-        return self._result()
+        assert self.state.measured is not None
+        return Evaluation(self.state.broken_by, self.state.cost, self.state.measured, self.settings, self.partial.found)
 
     @users_code("the model failed under attack", RunFailed)
     def _begin(self) -> None:
         """Plain accuracy, and what the red flags are judged by."""
         data, begun, calls = self.data, time.perf_counter(), self._calls()
-        clean = self.state.verdicts["clean"]
         for place in self.chunks:
             logits = self.untouched.logits(data.images(place))
             if logits.isnan().any():
                 row = int(data.examples[place.start + int(logits.isnan().any(1).nonzero()[0])])
                 raise UserError(f"the model's output for image {row} is not a number; it can't be evaluated")
-            clean[place] = torch.where(is_wrong(logits, data.y[place]), WRONG, ROBUST).cpu()
+            wrong = is_wrong(logits, data.y[place]).tolist()
+            self.state.broken_by["clean"][place] = ["clean" if one else None for one in wrong]
         self._charge("clean", begun, calls)
         some = slice(min(red_flags.SAMPLE, data.usual_chunk))
         x, y, draws = data.images(some), data.y[some], Draws(self.settings.seed, data.examples[some])
@@ -210,18 +211,17 @@ class _Job:
     @users_code("the model failed under attack", RunFailed)
     def _take(self, step: Step) -> Tensor | None:
         """One step on the images still robust; those that it breaks are entered. Returns the points of the others."""
-        data, seed, verdicts = self.data, self.settings.seed, self.state.verdicts[step.name][step.place]
+        data, seed, verdicts = self.data, self.settings.seed, self.state.broken_by[step.name]
         if step.number == 0:
-            verdicts[self._out_of_reach(step)] = WRONG
-        rows = (verdicts == ROBUST).nonzero().squeeze(1)
+            self._pass_over(step)
+        numbers = range(step.place.start, step.place.stop)
+        rows = torch.tensor([row for row in numbers if verdicts[row] is None], dtype=torch.int64)
         self.progress.begin(self.state, len(rows))
         if not len(rows):
             return None
         begun, calls = time.perf_counter(), self._calls()
-        on_device = rows.to(data.y.device)
-        x = data.images(step.place)[on_device].contiguous(memory_format=self.layout)
-        y = data.y[step.place][on_device]
-        draws = Draws(key(seed, AUDIT) if step.name == AUDIT else seed, data.examples[step.place][rows])
+        x, y = data.images(rows).contiguous(memory_format=self.layout), data.y[rows]
+        draws = Draws(key(seed, AUDIT) if step.name == AUDIT else seed, data.examples[rows])
         before = self.state.points
         if before is not None:  # what an earlier part of Square ended at; the disk keeps no memory format
             before = before.to(y.device).contiguous(memory_format=self.layout)
@@ -238,8 +238,9 @@ class _Job:
             points[disputed] = step.part.run(self.untouched, x[disputed], y[disputed], draws.of(disputed), again)
             broken = self._broken(points, y)
         found = rows[broken.cpu()]
-        self.partial.keep(step.name, f"{step.chunk:06}-{step.number:03}", step.place.start + found, points[broken])
-        verdicts[found] = 2 + self._members(step.name).index(step.part.attack)
+        self.partial.keep(step.name, f"{step.chunk:06}-{step.number:03}", found, points[broken])
+        for row in found.tolist():
+            verdicts[row] = step.part.attack
         self._charge(step.name, begun, calls)
         return points[~broken]
 
@@ -247,18 +248,18 @@ class _Job:
         """Where the untouched model misclassifies a point that is one."""
         return is_wrong(self.untouched.logits(points), y) & points.isfinite().flatten(1).all(1)
 
-    def _out_of_reach(self, step: Step) -> Tensor:
+    def _pass_over(self, step: Step) -> None:
         """Images that an attack need not look at: those wrong without any, and for the audit those already broken.
 
         Attacks that are judged at their last iterate are run on every image, as they are defined.
         """
-        before = self.names[:-1] if step.name == AUDIT else []
-        gone = torch.stack([self.state.verdicts[name][step.place] != ROBUST for name in ("clean", *before)]).any(0)
-        return gone if step.name == AUDIT or CATALOG[step.name].judged != "last" else torch.zeros_like(gone)
-
-    def _members(self, name: str) -> list[str]:
-        """The attacks inside an attack, in order: what a verdict's number means."""
-        return list(dict.fromkeys(part.attack for part in self.parts.get(name, [])))
+        if step.name != AUDIT and CATALOG[step.name].judged == "last":
+            return
+        broken_by, verdict = self.state.broken_by, "before" if step.name == AUDIT else "clean"
+        earlier = ["clean", *(self.names[:-1] if step.name == AUDIT else [])]
+        for row in range(step.place.start, step.place.stop):
+            if any(broken_by[name][row] for name in earlier):
+                broken_by[step.name][row] = verdict
 
     def _calls(self) -> tuple[int, int]:
         """Images that went forward, and that were differentiated."""
@@ -269,11 +270,3 @@ class _Job:
         cost.forwards += forwards - before[0]
         cost.gradients += gradients - before[1]
         cost.seconds += time.perf_counter() - begun
-
-    def _result(self) -> Evaluation:
-        broken_by = {}
-        for name, verdicts in self.state.verdicts.items():
-            meaning = [None, "before" if name == AUDIT else "clean", *self._members(name)]
-            broken_by[name] = [meaning[verdict] for verdict in verdicts.tolist()]
-        assert self.state.measured is not None
-        return Evaluation(broken_by, self.state.cost, self.state.measured, self.settings, self.partial.found)

@@ -38,7 +38,7 @@ def interval(accuracies: Sequence[float], images: int) -> list[float]:
 def paired_difference(ours: Sequence[Sequence[bool]], theirs: Sequence[Sequence[bool]]) -> tuple[float, float]:
     """The mean difference of two methods over the same seeds and images, and half of its interval.
 
-    `ours[s][i]` tells whether image i is robust in seed s. Both methods see the same images, so what counts is how much
+    `ours[s][i]`: whether image i is robust in seed s. Both methods see the same images, so what counts is how much
     the difference varies from image to image, which is much less than each accuracy does. Two more images, one robust
     with each method only, keep the interval from vanishing where no image tells the methods apart.
     """

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moatlab.attacks.ensemble import Part
-from moatlab.evaluation.state import ROBUST, State
+from moatlab.evaluation.state import State
 from moatlab.runtime.console import Bar
 
 
@@ -48,8 +48,8 @@ class Progress(Bar):
     def begin(self, state: State, robust: int) -> None:
         """A step on so many images. Later attacks are expected to run on as many as were robust so far."""
         step, (same, others) = self.steps[state.step], self.ahead[state.step]
-        clean = state.verdicts["clean"]
-        survival = sum(self.robust.values()) / self.seen if self.seen else int((clean == ROBUST).sum()) / len(clean)
+        clean = state.broken_by["clean"]
+        survival = sum(self.robust.values()) / self.seen if self.seen else clean.count(None) / len(clean)
         share = (self.robust[step.name] + robust) / step.place.stop
         member = f" {step.part.attack}" if step.part.attack != step.name else ""
         title = f"{step.name}{member} {step.number + 1}/{self.parts[step.name]}"
@@ -58,8 +58,8 @@ class Progress(Bar):
     def end(self, step: Step, state: State) -> None:
         """After the last part of an attack its verdicts on the chunk are final."""
         if step.number + 1 == self.parts[step.name]:
-            verdicts = state.verdicts[step.name][step.place]
-            self.robust[step.name] += int((verdicts == ROBUST).sum())
+            verdicts = state.broken_by[step.name][step.place]
+            self.robust[step.name] += verdicts.count(None)
             self.seen += len(verdicts)
 
     def show(self) -> None:

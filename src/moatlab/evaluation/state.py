@@ -11,27 +11,23 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer
+from pydantic import BaseModel, Field
 from torch import Tensor
 
-from moatlab.evaluation.red_flags import Measured
+from moatlab.evaluation.red_flags import Measured, Verdicts
 from moatlab.evaluation.result import Cost
 from moatlab.runtime.errors import Damaged, UserError
 from moatlab.runtime.files import UNREADABLE_ARRAYS, atomic, locked, read_json, write_json
 
 SAVE_SECONDS = 2.0  # between two writes; what was done since the last one is done again after a kill
-ROBUST, WRONG = 0, 1  # so far, and before the attack; from 2 on, the number of the member that broke the image, plus 2
-Listed = PlainSerializer(lambda tensor: tensor.tolist())
-Bytes = Annotated[Tensor, BeforeValidator(lambda given: torch.as_tensor(given, dtype=torch.int8)), Listed]
-Floats = Annotated[Tensor, BeforeValidator(lambda given: torch.as_tensor(given, dtype=torch.float32)), Listed]
 
 
 class State(BaseModel, extra="forbid", arbitrary_types_allowed=True):
     """`state.json`: what the evaluation is of, and what `step` steps have found."""
 
     identity: dict[str, Any]
-    answers: Floats  # of the model, for a few images
-    verdicts: dict[str, Bytes]  # for each attack and image
+    answers: list[list[float]]  # of the model, for a few images
+    broken_by: Verdicts
     cost: dict[str, Cost]
     measured: Measured | None = None
     step: int = 0
@@ -79,8 +75,8 @@ class Partial:
                     f"{self.folder} holds an unfinished evaluation with another {name.replace('_', ' ')} "
                     f"({_short(before)}, not {_short(value)}); finish it as it was started, or delete it"
                 )
-        tolerance = 1e-4 * float(new.answers.abs().max())
-        same = saved.answers.shape == new.answers.shape and (saved.answers - new.answers).abs().max() <= tolerance
+        before, now = torch.tensor(saved.answers), torch.tensor(new.answers)
+        same = before.shape == now.shape and (before - now).abs().max() <= 1e-4 * now.abs().max()
         if not same and not (saved.measured and saved.measured.randomised):
             raise UserError(
                 f"{self.folder} holds an unfinished evaluation of a model that gives other answers, with the same "

@@ -131,7 +131,7 @@ def weights_file(target: Path, which: str) -> Path:
 
 
 def guess_arguments(name: str, tensors: dict[str, Tensor], images: Images) -> dict[str, Any]:
-    """Arguments of a built-in model whose file does not tell them, as far as its weights do."""
+    """Arguments of a built-in model whose file does not name them, as far as its weights do."""
     tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     first = tensors.get("blocks.0.conv1.weight" if name.startswith("wide") else "conv1.weight")
     width = {} if first is None else {"width": len(first)}

@@ -67,9 +67,12 @@ def verify_card(
         failures.append(inconsistent)
     if mismatch := card.mismatch(model=target.sha256, data=images.sha256, threat=None):
         failures.append(f"the card is not of the model and images that are here: {mismatch}")
+    if card.data.images > len(images.test_y):
+        failures.append(f"there are only {len(images.test_y)} test images")
     if failures:
         return report
     model = target.model if settings.precision == "fp32" else Autocast(target.model, settings.precision)
+    limit = threat.eps + TOLERANCE * max(1, threat.eps)
     probe, device_used = Probe(model, batch_size=settings.batch_size), device_of(model, torch.empty(0))
 
     def is_right(z: Tensor, rows: Tensor) -> Tensor:
@@ -81,8 +84,8 @@ def verify_card(
         for rows in _pieces(torch.arange(settings.images)):
             for row, right in zip(rows.tolist(), is_right(as_floats(images.test_x[rows]), rows).tolist(), strict=True):
                 if right != (expected := broken_by["clean"][row] is None):
-                    told = f"the model is {answers[right]} about image {row}, and the card says {answers[expected]}"
-                    failures.append(f"clean: {told}")
+                    there = f"the model is {answers[right]} about image {row}"
+                    failures.append(f"clean: {there}, and the card says {answers[expected]}")
         names = [name for name in broken_by if name != "clean"]
         for name, numbers, points in read_examples(path.parent / Path(card.adversarial).name, names):
             broken = [row for row, verdict in enumerate(broken_by[name]) if verdict not in NOT_FOUND]
@@ -94,10 +97,7 @@ def verify_card(
                 change = z.double() - as_floats(images.test_x[rows]).double()
                 far = distance(change, threat.norm).nan_to_num(nan=math.inf)
                 for trouble, which in (
-                    (
-                        f"is further than {threat.text} from its image",
-                        far > threat.eps + TOLERANCE * max(1, threat.eps),
-                    ),
+                    (f"is further than {threat.text} from its image", far > limit),
                     ("leaves [0, 1]", ~((z >= 0) & (z <= 1)).flatten(1).all(1)),
                     ("is classified correctly", is_right(z, rows)),
                 ):
@@ -111,14 +111,14 @@ def verify_card(
 def _inconsistency(card: Card) -> str | None:
     """What a card says that does not follow from its verdicts, in a sentence."""
     broken_by, count = card.broken_by, card.data.images
-    if any(len(verdicts) != count for verdicts in broken_by.values()):
+    if {card.settings.images, *map(len, broken_by.values())} != {count}:
         return f"the verdicts are not one for each of the {count} images"
     attacks = {name: verdicts for name, verdicts in broken_by.items() if name != AUDIT}
     for name, verdicts in broken_by.items():
         before = first_broken_by(attacks) if name == AUDIT else broken_by["clean"]
-        told = [verdict in ("clean", "before") for verdict in verdicts]
+        wrong_before = [verdict in ("clean", "before") for verdict in verdicts]
         on_every_image = name in CATALOG and CATALOG[name].judged == "last"
-        if not on_every_image and told != [verdict is not None for verdict in before]:
+        if not on_every_image and wrong_before != [verdict is not None for verdict in before]:
             return f"{name}: images that were wrong before the attack are not those that the card says"
     first = first_broken_by(broken_by)
     shown = {name: dict(result) for name, result in card.results.items()} | {"all": dict(card.all_attacks)}

@@ -16,6 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 42
 COLOURS = 12
 
 Point = tuple[float, float]
+Band = tuple[float, float, int]  # a stretch of the x axis with a background: begin, end, kind
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,6 @@ class Series:
     points: list[Point]
     bold: list[Point] | None = None  # drawn strongly, with all `points` faint behind
     marks: tuple[Point, ...] = ()  # crossed out: a collapse
-
-
-@dataclass(frozen=True)
-class Band:
-    """A stretch of the x axis with a background."""
-
-    begin: float
-    end: float
-    kind: int
 
 
 def tag(name: str, *children: str, **attributes: Any) -> Markup:
@@ -85,25 +77,25 @@ def line_chart(
     highest = max([y for one in shown for _, y in one.points], default=1.0)
     frame = Frame(min(xs), max(xs), max(highest * 1.08, 1.0))
     parts = []
-    for band in bands:
-        left, right = frame.x(max(band.begin, frame.x_low)), frame.x(min(band.end, frame.x_high))
+    for begin, end, kind in bands:
+        left, right = frame.x(max(begin, frame.x_low)), frame.x(min(end, frame.x_high))
         place = {"x": left, "y": TOP, "width": right - left, "height": HEIGHT - TOP - BOTTOM}
-        parts.append(tag("rect", class_=f"band b{band.kind % 4}", **place))
+        parts.append(tag("rect", class_=f"band b{kind % 4}", **place))
     parts += _axes(frame, x_label, y_label)
     if guide is not None and frame.x_low <= guide <= frame.x_high:
         parts.append(tag("line", class_="own", x1=frame.x(guide), x2=frame.x(guide), y1=TOP, y2=HEIGHT - BOTTOM))
     for one in shown:
-        kind = f"s{one.colour % COLOURS}" + (" dash" if one.colour >= COLOURS else "")
+        style = f"s{one.colour % COLOURS}" + (" dash" if one.colour >= COLOURS else "")
         if one.bold is not None:
-            parts.append(tag("path", class_=f"line faint {kind}", d=frame.path(one.points)))
+            parts.append(tag("path", class_=f"line faint {style}", d=frame.path(one.points)))
         strong = one.points if one.bold is None else one.bold
         if strong:
-            parts.append(tag("path", class_=f"line {kind}", d=frame.path(strong)))
+            parts.append(tag("path", class_=f"line {style}", d=frame.path(strong)))
         if 0 < len(strong) <= 40:
-            parts += [tag("circle", class_=f"dot {kind}", cx=frame.x(x), cy=frame.y(y), r=2.2) for x, y in strong]
+            parts += [tag("circle", class_=f"dot {style}", cx=frame.x(x), cy=frame.y(y), r=2.2) for x, y in strong]
         for x, y in one.marks:
-            cross = "M-6,-6L6,6M-6,6L6,-6"
-            parts.append(tag("path", class_=f"cross {kind}", d=cross, transform=_at(frame.x(x), frame.y(y))))
+            at = f"translate({frame.x(x):.1f} {frame.y(y):.1f})"
+            parts.append(tag("path", class_=f"cross {style}", d="M-6,-6L6,6M-6,6L6,-6", transform=at))
     values = [_values(one.name, one.colour, one.points) for one in shown]
     return _figure(parts, f"{y_label} by {x_label}", frame, kind="lines", series=values, unit=x_label.partition(" ")[0])
 
@@ -187,10 +179,6 @@ def _axes(frame: Frame, x_label: str, y_label: str) -> list[Markup]:
     turned = f"translate(13 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)"
     parts.append(tag("text", y_label, class_="axis", transform=turned, text_anchor="middle"))
     return parts
-
-
-def _at(x: float, y: float) -> str:
-    return f"translate({x:.1f} {y:.1f})"
 
 
 def _values(name: str, colour: int, points: Sequence[Point]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from moatlab.attacks.catalog import CATALOG, NAMES, WATCHED
 from moatlab.attacks.norms import Threat
-from moatlab.report.charts import COLOURS, Band, Series, line_chart, pareto, scatter, surface
+from moatlab.report.charts import COLOURS, Series, line_chart, pareto, scatter, surface
 from moatlab.report.plots import plot_portrait, plot_run
 from moatlab.report.views import RunView, find_runs, gather
 from moatlab.runtime.console import duration, verbosity, warn
@@ -73,7 +73,7 @@ def _write(
     title: str | None = None,
     top: dict[str, Any] | None = None,
 ) -> None:
-    """`top` holds tables and claims to stand above the runs."""
+    """`top` holds tables and claims to show above the runs."""
     if out.is_dir():
         raise UserError(f"{out} is a folder; name a file, such as {out / RunFile.REPORT}")
     views = gather(folders, data_dir=Path(data_dir) if data_dir else None, trust_model_code=trust_model_code)
@@ -246,7 +246,7 @@ def _run(view: RunView, number: int) -> dict[str, Any]:
             Series(name, colour, _curve(view.metrics, name), marks=_marks(view) if name == "pgd7" else ())
             for name, colour in ACCURACIES.items()
         ]
-        bands = [Band(line["epoch"] - 0.5, line["epoch"] + 0.5, stages.index(line["stage"])) for line in view.metrics]
+        bands = [(line["epoch"] - 0.5, line["epoch"] + 0.5, stages.index(line["stage"])) for line in view.metrics]
         shown = bands if len(stages) > 1 else ()
         fields["curves"] = line_chart(series, x_label="epoch", y_label="accuracy (%)", bands=shown)
     if view.portrait:

@@ -23,6 +23,7 @@ COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 BANDS = ["#EEF1F4", "#E3EDF7", "#FBF0E0", "#E9F4EC"]
 GREY = "#444444"
 MARKERS = "os^Dv<>PX*h"
+Lines = list[dict[str, Any]]  # of metrics.jsonl or events.jsonl
 
 
 def plot_bench(path: Path, result: dict[str, Any]) -> None:
@@ -53,14 +54,7 @@ def plot_bench(path: Path, result: dict[str, Any]) -> None:
     _save(figure, path)
 
 
-def plot_pgd7(
-    path: Path,
-    histories: dict[str, list[dict[str, Any]]],
-    events: dict[str, list[dict[str, Any]]],
-    *,
-    title: str,
-    images: str,
-) -> None:
+def plot_pgd7(path: Path, histories: dict[str, Lines], events: dict[str, Lines], *, title: str, images: str) -> None:
     """PGD-7 accuracy over the epochs, a line for each method: figure 1 of the paper.
 
     Within a cycle accuracy falls at each benign stage, so a bold line joins the ends of cycles, which can be compared.
@@ -87,7 +81,7 @@ def plot_pgd7(
     _save(figure, path)
 
 
-def plot_run(path: Path, metrics: list[dict[str, Any]], collapsed_at: int | None, *, title: str) -> None:
+def plot_run(path: Path, metrics: Lines, collapsed_at: int | None, *, title: str) -> None:
     """Accuracies over the epochs of one run, its stages behind them, its collapse crossed out."""
     figure, (axes,) = _figure(7, 4)
     stages = list(dict.fromkeys(line["stage"] for line in metrics))
@@ -208,7 +202,7 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
-def _curve(lines: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+def _curve(lines: Lines, name: str) -> tuple[list[int], list[float]]:
     return [line["epoch"] for line in lines], [100 * line[name] for line in lines]
 
 

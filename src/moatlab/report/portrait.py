@@ -37,8 +37,6 @@ SURE = 30.0  # a loss beyond it is drawn as this
 
 
 class Curve(BaseModel, extra="forbid", strict=True):
-    """Robust accuracy at each radius."""
-
     eps: list[float]
     accuracy: list[float]
     images: int
@@ -57,12 +55,10 @@ class Example(BaseModel, extra="forbid", strict=True, populate_by_name=True):
 
 
 class Surface(BaseModel, extra="forbid", strict=True, populate_by_name=True):
-    """The loss around an image, and where the model is wrong."""
-
     image: int
     label: Annotated[str, Field(alias="class")]
     loss: list[list[float]]
-    wrong: list[list[int]]
+    wrong: list[list[int]]  # where the model is
 
 
 class Portrait(BaseModel, extra="forbid", strict=True):

@@ -143,11 +143,11 @@ def _identity(folder: Path) -> dict[str, str]:
 
 
 def _read_card(path: Path, identity: dict[str, str] | None, recipe: Recipe | None) -> Card:
-    """A card whose numbers may stand beside those of other runs: of this very model, on its own test images, under the
-    run's own threat, in fp32."""
+    """A card whose numbers may be shown beside those of other runs: of this very model, on its own test images, under
+    the run's own threat, in fp32."""
     card = Card.read(path)
     if identity is None:
-        raise UserError(f"{path} is left out: whether it is of this run's model can't be told")
+        raise UserError(f"{path} is left out: it is not known whether it is of this run's model")
     threat = recipe.threat if recipe else card.settings.threat
     if reason := card.mismatch(threat=threat, **identity):
         raise UserError(f"{path} is left out: {reason}; evaluate the run again")

@@ -201,9 +201,6 @@ def seconds_per_pass(recipe: Recipe, machine: Machine, images: Images) -> tuple[
         return min(taken[1:]) / 2 * trainer.session.steps_per_epoch, trainer.session.device.type != "cpu"
 
 
-# --- seconds and bytes
-
-
 def timed(step: Step, device: torch.device) -> float:
     begun = time.perf_counter()
     step()

@@ -84,11 +84,10 @@ def collapses(rows: Rows, label: str) -> list[Part]:
 def never_collapses(rows: Rows, *labels: str) -> list[Part]:
     """One collapse is enough to fail, even where other rows are not measured."""
     found = {label: rows[label] for label in labels if label in rows}
-    fallen = [
-        f"{label} ({count} of {len(runs)}{slowly(runs)})" for label, runs in found.items() if (count := collapsed(runs))
-    ]
-    if fallen:
-        return [(False, f"collapsed: {', '.join(fallen)}")]
+    counts = {label: count for label, runs in found.items() if (count := collapsed(runs))}
+    if counts:
+        shown = [f"{label} ({count} of {len(rows[label])}{slowly(rows[label])})" for label, count in counts.items()]
+        return [(False, f"collapsed: {', '.join(shown)}")]
     none = f"none of {sum(map(len, found.values()))} runs of {', '.join(found)} collapsed"
     return not_measured([label for label in labels if label not in rows]) + ([(True, none)] if found else [])
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Job:
     def name(self) -> str:
         return f"{slug(self.recipe.method)}_s{self.recipe.seed}"
 
-    @property
+    @cached_property
     def passes(self) -> float:
         return self.recipe.parsed_method.cost(self.recipe.epochs).passes
 

@@ -12,7 +12,7 @@ from moatlab.reproduce.claims import check_claims, paper_rows
 from moatlab.reproduce.outcomes import Outcome, as_runs
 from moatlab.reproduce.paper import Experiment, Part, Row
 from moatlab.reproduce.plan import Job, Sweep, describe
-from moatlab.reproduce.tables import KINDS, as_text
+from moatlab.reproduce.tables import as_text
 from moatlab.runtime.environment import commit, describe_environment
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import atomic, make_folder, write_json
@@ -125,6 +125,6 @@ def write_result(out: Path, result: dict[str, Any]) -> None:
     name = result["experiment"]
     make_folder(out)
     write_json(out / f"{name}.json", result)
-    for kind in KINDS:
+    for kind in ("md", "tex"):
         with atomic(out / f"{name}.{kind}") as file:
             file.write(as_text(result, kind).encode())

@@ -10,7 +10,6 @@ from rich.table import Table
 from moatlab.reproduce.paper import experiment
 
 Result = dict[str, Any]
-KINDS = ("md", "tex")  # of text
 COST = ("collapsed", "passes", "training", "time / fgsm")
 TITLES = {"rows": "The last epoch, as in the paper", "best_rows": "The best epoch on held-out images"}
 MARKS = {"holds": "holds", "does not hold": "does not hold", "not decided": "not decided at this scale"}
@@ -40,8 +39,8 @@ def lines_of(rows: list[dict[str, Any]]) -> list[Line]:
     lines = []
     for row in rows:
         cost, columns = row["cost"], list(row["columns"].values())
-        fallen = sum(epoch is not None for epoch in row["collapsed_at"])
-        spent = [f"{fallen} of {len(row['seeds'])}", f"{cost['passes']:g}", f"{cost['seconds']:.0f} s"]
+        collapsed = sum(epoch is not None for epoch in row["collapsed_at"])
+        spent = [f"{collapsed} of {len(row['seeds'])}", f"{cost['passes']:g}", f"{cost['seconds']:.0f} s"]
         spreads = ["" if one["sd"] is None else f" ± {100 * one['sd']:.1f}" for one in columns]
         ours = [f"{100 * one['mean']:.1f}{spread}" for one, spread in zip(columns, spreads, strict=True)]
         lines.append(Line(row["row"], [*ours, *spent, ratio(cost["seconds_to_fgsm"])]))

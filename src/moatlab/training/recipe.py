@@ -27,57 +27,35 @@ class Recipe(BaseModel):
 
     method: str = Field(description="what to train with, for example moat:2")
     data: str = Field(description="mini, cifar10, cifar100, or a folder of images in folders of classes")
-    model: str = Field(
-        description="preact_resnet18, preact_resnet34, preact_resnet50, resnet18, wide_resnet28_10, wide_resnet34_10, "
-        "or package.module:factory for your own"
-    )
+    model: str = Field(description="preact_resnet18, another built-in network, or package.module:factory")
     # Below one vector of channels, oneDNN's kernels are slow and (see PreActBlock) not to be trusted.
     width: int = Field(description="channels of the first block (64 in the paper)", ge=8, le=1024)
-    shortcut: Literal["activated", "raw"] = Field(
-        description="what a block's shortcut convolution sees: relu(bn1(x)) or x"
-    )
+    shortcut: Literal["activated", "raw"] = Field(description="a block's shortcut convolution sees relu(bn1(x)), or x")
     final_norm: bool = Field(description="a last BatchNorm and ReLU before the classifier")
-    std: tuple[float, ...] | None = Field(
-        default=None,
-        description="standard deviations the model divides by, such as 0.2,0.2,0.2 [default: the data's]",
-    )
-    init: str | None = Field(default=None, description="start from the weights in this run or .safetensors file")
+    std: tuple[float, ...] | None = Field(None, description="the model divides by these  [default: the data's]")
+    init: str | None = Field(None, description="start from the weights in this run or .safetensors file")
     schedule: Literal["cyclic", "stepwise"] = Field(description="the learning rate's course")
     epochs: int = Field(description="passes over the training images", ge=1, le=100_000)
     eps: str = Field(description="radius of the ball, in pixels scaled to [0,1], for example 8/255")
-    norm: Literal["linf", "l2"] = Field(default="linf", description="the norm of the ball that attacks search")
+    norm: Literal["linf", "l2"] = Field("linf", description="the norm of the ball that attacks search")
     lr: float = Field(description="highest learning rate", gt=0, allow_inf_nan=False)
     momentum: float = Field(description="momentum of SGD", ge=0, lt=1)
     weight_decay: float = Field(description="weight decay of SGD, on all parameters", ge=0, allow_inf_nan=False)
     batch_size: int = Field(description="images in a step; a last partial batch is dropped", ge=1)
     augment: bool = Field(description="random crops (4 px zero padding) and horizontal flips")
-    bn_in_attack: Literal["train", "eval"] = Field(
-        description="BatchNorm while the attack looks for examples: batch statistics (which move the running ones), "
-        "or running statistics"
-    )
+    bn_in_attack: Literal["train", "eval"] = Field(description="BatchNorm in attacks: batch or running statistics")
     holdout: int = Field(description="training images held out to watch the run", ge=0)
-    monitor: Literal["holdout", "train", "test"] = Field(
-        description="images watched after each epoch; test is for display, as in the paper's figure 1"
-    )
+    monitor: Literal["holdout", "train", "test"] = Field(description="images watched after each epoch")
     seed: int = Field(description="decides every random draw", ge=0, lt=2**63)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        default="auto",
-        description="what the model computes in, in attacks too; auto is bf16 on a GPU that has it, and fp32 elsewhere",
+        "auto", description="of the model; auto is bf16 on GPUs that have it, else fp32"
     )
-
     on_collapse: Literal["warn", "stop", "rollback", "heal"] = Field(
-        default="warn",
-        description="what to do where robustness is lost at a stroke: say so; end with the last good epoch; go back to "
-        "it and on with --then; or train by --then until robustness is back",
+        "warn", description="warn, end with the last good epoch, go back to it, or heal with --then"
     )
-    then: str = Field(default="pgd:2", description="the method after a rollback, or the multi-step stage that heals")
-    on_nan: Literal["stop", "skip"] = Field(
-        default="stop", description="what to do at a step whose loss or gradients are not finite"
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="the same bits on a GPU, too, by slower kernels; on the CPU they always are the same",
-    )
+    then: str = Field("pgd:2", description="the method after a rollback, or the multi-step stage that heals")
+    on_nan: Literal["stop", "skip"] = Field("stop", description="what to do at a step that is not finite")
+    deterministic: bool = Field(False, description="the same bits on a GPU too, with slower kernels")
 
     @field_validator("method", "then")
     @classmethod
