@@ -269,7 +269,7 @@ def test_a_stopped_run_goes_on_with_resume_and_ends_as_one_that_never_stopped(mo
     assert moat(*arguments, "--out", "parts", "--resume", "--max-steps", 3).code == 0
     code, _, err = moat(*arguments, "--out", "parts", "--resume", "--max-steps", 12)
     assert code == 0
-    assert "continuing parts at step 3 of 15" in err
+    assert "resuming parts at step 3 of 15" in err
     code, out, _ = moat("train", "--out", "parts", "--resume")  # its recipe is in its folder
     assert code == 0
     assert "the run is in parts" in out
@@ -453,7 +453,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_says_how_to_go_on(
     assert len(read_metrics(alone / "run")) == progress["epochs_logged"] >= 1
     continued = moat(*arguments, "--resume", "--max-steps", progress["step"] + 3)
     assert continued.code == 0
-    assert f"continuing run at step {progress['step']} of 25000" in continued.err
+    assert f"resuming run at step {progress['step']} of 25000" in continued.err
 
 
 def test_an_interrupted_demo_names_no_option_that_it_does_not_have(moat, monkeypatch):

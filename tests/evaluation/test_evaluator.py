@@ -19,6 +19,7 @@ from moatlab.attacks.ensemble import Part
 from moatlab.attacks.losses import dlr, is_wrong, margin, targeted_dlr
 from moatlab.attacks.norms import Threat, distance
 from moatlab.runtime.console import Bar
+from moatlab.runtime.files import read_json, write_json
 from models_for_tests import CALLS, Returns, counted, images, network, small_network
 
 EPS = 0.06
@@ -698,6 +699,16 @@ def test_an_evaluation_of_other_weights_images_or_labels_is_refused_though_nobod
             evaluate(*other, attacks=["fgsm"], eps=EPS, state=tmp_path / "state")
     again = evaluate(model, x, y, attacks=["fgsm"], eps=EPS, state=tmp_path / "state")
     assert again.accuracy == first.accuracy
+
+
+@pytest.mark.parametrize("change", [{"broken_by": 3}, {"cost": {"fgsm": {}}}, {"points_sha256": "0"}, {"more": 1}])
+def test_a_state_that_no_evaluation_wrote_is_refused(tmp_path, change):
+    model = network()
+    x, y = images(6, model)
+    evaluate(model, x, y, attacks=["fgsm"], eps=EPS, state=tmp_path)
+    write_json(tmp_path / "state.json", read_json(tmp_path / "state.json") | change)
+    with pytest.raises(UserError, match="is missing or damaged; delete"):
+        evaluate(model, x, y, attacks=["fgsm"], eps=EPS, state=tmp_path)
 
 
 @pytest.mark.parametrize("short", [torch.float16, torch.bfloat16])

@@ -200,7 +200,6 @@ def test_nothing_else_of_a_recipe_can_name_a_module(canary):
         'data = "evil:net"',
         'schedule = "evil:net"',
         'init = "evil:net"',
-        'device = "evil:net"',
         'then = "evil:net"',
     ):
         (canary.parent / "recipe.toml").write_text(f'method = "fgsm"\n{line}\n')

@@ -73,7 +73,7 @@ def test_two_processes_train_and_evaluate_as_one_does(tmp_path, moat):
         assert not list((tmp_path / "two" / f"{kind}-0").glob("*.partial"))
     ending = moat("verify", tmp_path / "two" / "in_double-0" / "eval.json", "--trust-model-code")
     assert ending.code == 0
-    assert "examples hold" in ending.out
+    assert "examples verified" in ending.out
 
 
 def options(data, out="run", model="counted"):
@@ -97,7 +97,7 @@ def test_a_killed_process_is_started_anew_by_torchrun_and_the_run_ends_with_the_
     os.kill(worker(process.pid, 1), signal.SIGKILL)
     code, _, err = ended(process)
     assert code == 0, err
-    assert "continuing killed" in err
+    assert "resuming killed" in err
     one, two = weights(tmp_path / "undisturbed"), weights(tmp_path / "killed")
     assert all(torch.equal(one[name], two[name]) for name in one)
 
@@ -123,7 +123,7 @@ def test_the_failure_of_one_process_ends_all_with_one_sentence_and_a_usable_chec
     assert "out of luck" in sentence
     assert RunFolder(tmp_path / "run").checkpoints
     code, _, err = ended(torchrun(tmp_path, *options(data, model="fails_in_the_second"), "--resume"))
-    assert "continuing run at step 5 of 30" in err
+    assert "resuming run at step 5 of 30" in err
 
 
 def test_a_signal_to_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path, data):

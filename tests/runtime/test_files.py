@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_at_any_write_loses_nothing(here, tiny, undisturbed,
             assert "disk at" in ended.last_line, ended
             assert not list(here.rglob("*.tmp"))
             assert moat(*command, "--out", out).code == 0
-        warned += "training goes on" in ended.err
+        warned += "training continues" in ended.err
         found = outcome_of_run(out)
         for part in ("models", "lines"):
             assert found[part] == undisturbed[part], (first, part)

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from moatlab.runtime.environment import is_device
+from moatlab.runtime.errors import UserError
 from moatlab.training.presets import PRESETS
 from moatlab.training.recipe import Recipe, option_name
 
@@ -39,8 +41,16 @@ trust_option = click.option(
 on_option = click.option(
     "--on", metavar="ray[:ADDRESS]", help="Give each run to a Ray cluster: one of this machine, or that at ADDRESS."
 )
+
+
+def _device(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    if not is_device(value):
+        raise UserError(f"--device {value}: should be auto, cpu, cuda, cuda:1 or mps")
+    return value
+
+
 device_option = click.option(
-    "--device", default="auto", show_default=True, help="Where to compute: auto, cpu, cuda, cuda:1 or mps."
+    "--device", default="auto", show_default=True, callback=_device, help="auto, cpu, cuda, cuda:1 or mps"
 )
 threads_option = click.option(
     "--threads",

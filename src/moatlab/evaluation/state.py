@@ -65,7 +65,9 @@ class Partial:
                     raise OSError
                 saved.points = torch.from_numpy(np.load(io.BytesIO(raw)))
         except UNREADABLE_ARRAYS:
-            raise Damaged(f"a file in {self.folder} is missing or damaged; delete it to evaluate again") from None
+            raise Damaged(
+                f"a file in {self.folder} is missing or damaged; delete {self.folder} to evaluate again"
+            ) from None
         return saved
 
     def _check(self, saved: State, new: State) -> None:

@@ -1,6 +1,5 @@
 """What computes, and how: the device, its threads, plain float32 or fewer bits, deterministic kernels."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.runtime import distributed
+from moatlab.runtime.environment import is_device
 from moatlab.runtime.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +38,7 @@ class Machine:
 
 
 def choose_device(name: str) -> torch.device:
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", name):
+    if not is_device(name):
         raise UserError(f"--device {name}: should be auto, cpu, cuda, cuda:1 or mps")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

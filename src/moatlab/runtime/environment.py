@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,11 @@ def describe_environment(device: torch.device | None = None) -> dict[str, str | 
         "cuda": torch.version.cuda or "none" if cuda else "none",
         "gpu": torch.cuda.get_device_name(device if device and device.type == "cuda" else None) if cuda else "none",
     }
+
+
+def is_device(name: str) -> bool:
+    """Whether a text names a device; choose_device says whether this machine has it."""
+    return re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", name) is not None
 
 
 def commit() -> str | None:
