@@ -108,13 +108,12 @@ class Partial:
 
     def keep(self, attack: str, place: str, rows: Tensor, points: Tensor) -> None:
         """Adversarial examples of the images `rows`. On the disk before the state that counts them."""
-        rows, points = rows.cpu(), points.cpu()
         if self.keep_examples and self.folder is None:
-            self.found.setdefault(attack, []).append((rows, points))
+            self.found.setdefault(attack, []).append((rows.cpu(), points.cpu()))
         elif self.keep_examples and self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"found-{attack}-{place}.npz"
-            _write(path, np.savez, rows=rows.numpy(), points=points.contiguous().numpy())
+            _write(path, np.savez, rows=rows.cpu().numpy(), points=points.cpu().contiguous().numpy())
 
 
 def _write(path: Path, save: Callable[..., None], *arrays: Any, **named: Any) -> str:
