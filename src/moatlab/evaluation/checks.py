@@ -2,9 +2,8 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,13 +13,6 @@ from moatlab.runtime.console import note
 from moatlab.runtime.errors import UserError, users_code
 
 BATCH, BATCH_PIXELS = 256, 3 * 32 * 32  # images of that size; fewer of larger ones
-
-
-def as_tensor(given: Any) -> Tensor:
-    """Arrays will do, too; float64 is what NumPy makes of bytes / 255, and no network's type."""
-    if isinstance(given, np.ndarray):
-        given = np.ascontiguousarray(given, np.float32 if given.dtype == np.float64 else None)
-    return torch.as_tensor(given)
 
 
 def check_input(x: Tensor, y: Tensor, examples: Tensor | None) -> None:

@@ -16,6 +16,7 @@ from moatlab.attacks.ensemble import Part, parts_of
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import Norm, Threat
 from moatlab.attacks.probe import Probe, evaluating
+from moatlab.data.arrays import as_tensor
 from moatlab.data.images import as_floats
 from moatlab.evaluation import checks, red_flags
 from moatlab.evaluation.checks import Outputs
@@ -67,7 +68,7 @@ def evaluate(
     not given, where that is a terminal or a notebook.
     """
     names, threat = check_names(attacks), Threat.of(eps, norm)
-    x, y = checks.as_tensor(x), checks.as_tensor(y)
+    x, y = as_tensor(x, "images"), as_tensor(y, "labels")
     checks.check_input(x, y, examples)
     if precision not in DTYPES:
         raise UserError(f"the precision must be one of {', '.join(DTYPES)}, not '{precision}'")
