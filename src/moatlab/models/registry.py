@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from moatlab.models.preact_resnet import PreActResNet, PreActResNet18
@@ -52,6 +53,7 @@ def load(run: str | Path, *, trust_model_code: bool = False) -> nn.Module:
         raise UserError(f"{run} does not say which model it holds; moatlab.load reads files that moatlab wrote")
     if name not in BUILT_IN and not trust_model_code:
         raise needs_trust(name, run)
-    model = build_model(name, classes=classes, arguments=arguments)
+    with torch.random.fork_rng(devices=[]):  # its initial weights are drawn, and replaced
+        model = build_model(name, classes=classes, arguments=arguments)
     set_weights(model, tensors, run)
     return model.eval()
