@@ -20,8 +20,8 @@ import moatlab
 threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
 before, levels = state(), loggers()
 torch.manual_seed(0)
-random = torch.get_rng_state()
 x, y = torch.randint(256, (60, 8, 8, 3), dtype=torch.uint8), torch.arange(60) % 4
+random = torch.get_rng_state()
 options = {"method": "moat:2", "epochs": 3, "batch_size": 16, "width": 8, "lr": 0.05}
 run = moatlab.train("preact_resnet18", (x, y), out=sys.argv[1], threads=threads + 1, VERBOSE **options)
 result = moatlab.evaluate(run.model, x, y, attacks="fgsm,pgd50,aa", eps="8/255", VERBOSE)
