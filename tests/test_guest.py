@@ -17,6 +17,7 @@ def state():
 import torch
 import moatlab
 
+torch.set_num_threads(1)
 threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
 before, levels = state(), loggers()
 torch.manual_seed(0)
@@ -24,10 +25,10 @@ x, y = torch.randint(256, (60, 8, 8, 3), dtype=torch.uint8), torch.arange(60) % 
 random = torch.get_rng_state()
 options = {"method": "moat:2", "epochs": 3, "batch_size": 16, "width": 8, "lr": 0.05}
 run = moatlab.train("preact_resnet18", (x, y), out=sys.argv[1], threads=threads + 1, VERBOSE **options)
-result = moatlab.evaluate(run.model, x, y, attacks="fgsm,pgd50,aa", eps="8/255", VERBOSE)
+result = moatlab.evaluate(run.model, x, y, attacks="fgsm,pgd50,apgd-t", eps="8/255", VERBOSE)
 moatlab.measure(run.model, x, y, eps="8/255", seed=0)
 assert run.record.status == "finished"
-assert set(result.accuracy) == {"clean", "fgsm", "pgd50", "aa"}
+assert set(result.accuracy) == {"clean", "fgsm", "pgd50", "apgd-t"}
 assert state() == before
 assert {name: level for name, level in loggers().items() if name in levels} == levels
 assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (threads, precision)
