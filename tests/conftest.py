@@ -97,9 +97,10 @@ def moat_process(alone):
     return start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """Chromium, where it is installed; `make test-browser` insists on it."""
+    """Chromium, where it is installed; `make test-browser` insists on it. It is closed before tests that start event
+    loops of their own (Ray, Lightning), after which Playwright would wait for its driver for ever."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if not chromium and os.environ.get("MOAT_BROWSER") != "required":
         pytest.skip("no Chromium here")
