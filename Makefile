@@ -26,7 +26,8 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest --ignore tests/browser
+	$(BIN)/pytest tests/browser
 
 # The documentation as a site that works offline: build/site/index.html
 docs: setup
