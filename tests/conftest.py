@@ -99,8 +99,8 @@ def moat_process(alone):
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium, where it is installed; `make test-browser` insists on it. It is closed before tests that start event
-    loops of their own (Ray, Lightning), after which Playwright would wait for its driver for ever."""
+    """Chromium, where it is installed; `make test-browser` insists on it. Left open to the end of a whole
+    session it was seen to hang when it was closed, so each module closes its own."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if not chromium and os.environ.get("MOAT_BROWSER") != "required":
         pytest.skip("no Chromium here")
