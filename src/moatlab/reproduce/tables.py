@@ -1,4 +1,4 @@
-"""A result of `moat reproduce` for people: as Markdown, as LaTeX, for the page, and for a terminal."""
+"""A result of `moat reproduce` as text: Markdown, LaTeX, the parts of its page, and the terminal."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,20 +10,22 @@ from rich.table import Table
 from moatlab.reproduce.paper import experiment
 
 Result = dict[str, Any]
-COST = ("collapsed", "passes", "training", "time / fgsm")
-TITLES = {"rows": "The last epoch, as in the paper", "best_rows": "The best epoch on held-out images"}
+COST = ("collapsed", "passes")
+TIME = ("training", "time / fgsm")
+TIME_IN_PAPER = ("paper", "paper: time / fgsm")
+TITLES = {"rows": "Last epoch, as in the paper", "best_rows": "Best epoch on held-out images"}
 MARKS = {"holds": "holds", "does not hold": "does not hold", "not decided": "not decided at this scale"}
 STYLES = {"holds": "green", "does not hold": "red"}
-EXPLAINED = (
-    "Accuracy in %: the mean and, behind ±, the standard deviation over seeds; below, the 95 % interval, then the "
-    "paper's and the difference. Time / fgsm goes by the median epoch of each stage, so that pauses do not count; the "
-    "paper's minutes come from another machine, and only their ratios can be compared with ours. In the claims, ± is "
-    "half of the 95 % interval of a difference."
-)
+NOTES = {
+    "accuracy": "Accuracy in %: mean ± standard deviation over seeds; 95 % interval over seeds and test images.",
+    "time": "Time / fgsm counts each epoch at the median time of its stage, so pauses do not count.",
+    "claims": "In the claims, ± is half of the 95 % interval of a paired difference.",
+}
+THEIR_TIME = "The paper's minutes are from another machine: compare only their ratios with ours."
 
 
 class Line(NamedTuple):
-    """A line of a table: ours, or what is printed small below it."""
+    """A row of a table; `below` marks those that are printed small, under the row they belong to."""
 
     name: str
     cells: list[str]
@@ -35,22 +37,58 @@ def columns_of(result: Result) -> dict[str, str]:
     return {name: "Clean" if name == "clean" else name.upper() for name in experiment(result["experiment"]).columns}
 
 
-def lines_of(rows: list[dict[str, Any]]) -> list[Line]:
+def accuracy_lines(rows: list[dict[str, Any]]) -> list[Line]:
     lines = []
     for row in rows:
-        cost, columns = row["cost"], list(row["columns"].values())
-        collapsed = sum(epoch is not None for epoch in row["collapsed_at"])
-        spent = [f"{collapsed} of {len(row['seeds'])}", f"{cost['passes']:g}", f"{cost['seconds']:.0f} s"]
+        columns = row["columns"].values()
         spreads = ["" if one["sd"] is None else f" ± {100 * one['sd']:.1f}" for one in columns]
         ours = [f"{100 * one['mean']:.1f}{spread}" for one, spread in zip(columns, spreads, strict=True)]
-        lines.append(Line(row["row"], [*ours, *spent, ratio(cost["seconds_to_fgsm"])]))
+        collapsed = sum(epoch is not None for epoch in row["collapsed_at"])
+        spent = [f"{collapsed} of {len(row['seeds'])}", f"{row['cost']['passes']:g}"]
+        lines.append(Line(row["row"], ours + spent))
         bounds = ["-".join(f"{100 * bound:.1f}" for bound in one["interval"]) for one in columns]
         lines.append(Line("95 % interval", bounds + [""] * len(COST), below=True))
-        if columns[0]["paper"] is not None:
-            theirs = [f"{100 * one['paper']:.1f} ({100 * one['difference']:+.1f})" for one in columns]
-            spent = ["", "", f"{cost['paper_minutes']:.0f} min", ratio(cost["paper_to_fgsm"])]
-            lines.append(Line("paper (difference)", theirs + spent, below=True))
     return lines
+
+
+def time_lines(rows: list[dict[str, Any]], columns: list[str]) -> list[Line]:
+    lines = []
+    for row in rows:
+        cost = row["cost"]
+        theirs = f"{cost['paper_minutes']:.0f} min" if cost["paper_minutes"] else ""
+        cells = [f"{cost['seconds']:.0f} s", ratio(cost["seconds_to_fgsm"]), theirs, ratio(cost["paper_to_fgsm"])]
+        lines.append(Line(row["row"], cells[: len(columns)]))
+    return lines
+
+
+def paper_lines(result: Result) -> list[Line]:
+    """The paper's numbers, and below them how far ours are from them."""
+    best = {row["row"]: row for row in result["best_rows"] or []}
+    lines = []
+    for row in in_paper(result):
+        columns = row["columns"].values()
+        lines.append(Line(row["row"], [f"{100 * one['paper']:.1f}" for one in columns]))
+        for name, ours in (("last epoch", row), ("best epoch", best.get(row["row"]))):
+            if ours:
+                cells = [f"{100 * one['difference']:+.1f}" for one in ours["columns"].values()]
+                lines.append(Line(name, cells, below=True))
+    return lines
+
+
+def in_paper(result: Result) -> list[dict[str, Any]]:
+    """The rows that have numbers in the paper."""
+    return [row for row in result["rows"] if row["columns"]["clean"]["paper"] is not None]
+
+
+def tables_of(result: Result) -> list[dict[str, Any]]:
+    """Each with its title, the headings of its columns, and its lines."""
+    names, times = list(columns_of(result).values()), [*TIME, *(TIME_IN_PAPER if in_paper(result) else ())]
+    tables = [
+        *((title, [*names, *COST], accuracy_lines(result[key] or [])) for key, title in TITLES.items()),
+        ("Training time", times, time_lines(result["rows"], times)),
+        ("The paper's accuracies, and ours minus the paper's", names, paper_lines(result)),
+    ]
+    return [{"title": title, "columns": columns, "lines": lines} for title, columns, lines in tables if lines]
 
 
 def ratio(value: float | None) -> str:
@@ -61,10 +99,25 @@ def conditions(result: Result) -> str:
     images, data = result["images"], result["data"]
     seeds = f"{len(result['seeds'])} seed" + "s" * (len(result["seeds"]) != 1)
     most = max(images.values()) if images else 0
-    counts = f"; the first {most:,} test images" if images else ""
-    fewer = f" (AutoAttack: the first {images['aa']:,})" if images and images.get("aa", most) != most else ""
+    counts = f"; first {most:,} test images" if images else ""
+    fewer = f" (AutoAttack: first {images['aa']:,})" if images and images.get("aa", most) != most else ""
     note = f"; NOT the whole data set: {data['note']}" if data and data["note"] else ""
     return f"Preset {result['preset']}: {result['setting']}; {seeds}{counts}{fewer}{note}."
+
+
+def limitations_of(result: Result) -> list[str]:
+    """What a reader must know before using the numbers."""
+    limits = []
+    if len(result["seeds"]) == 1:
+        limits.append("One seed: intervals cover the test images only, and no claim about accuracy is decided.")
+    if in_paper(result):
+        limits.append(THEIR_TIME)
+        if not result["preset"].startswith("paper"):
+            limits.append(f"Preset {result['preset']} is not the paper's setting: its accuracies are not comparable.")
+    if len(result["machines"]) > 1:
+        limits.append("The runs are from different machines, so their times are not compared.")
+    limits += [f"Red flags of {flag}" for flag in flags_of(result)]
+    return limits + [f"Failed: {failure}" for failure in failures_of(result)]
 
 
 def flags_of(result: Result) -> list[str]:
@@ -88,33 +141,39 @@ def claims_of(result: Result) -> list[dict[str, str]]:
     return claims
 
 
+def failures_of(result: Result) -> list[str]:
+    return [f"{one['run']}: {one['message']}" for one in result["failures"]]
+
+
 def for_page(result: Result) -> dict[str, Any]:
-    """What a page about a sweep, and its Markdown and LaTeX, are made of."""
-    headings = [*columns_of(result).values(), *COST]
+    """The parts of a page about a sweep, and of its Markdown and LaTeX."""
     return {
-        "paper_tables": [
-            {"title": title, "columns": headings, "lines": lines_of(result[key])}
-            for key, title in TITLES.items()
-            if result[key]
-        ],
+        "paper_tables": tables_of(result),
         "conditions": conditions(result),
-        "explained": EXPLAINED,
+        "explained": " ".join([*NOTES.values(), *([THEIR_TIME] if in_paper(result) else [])]),
         "claims": claims_of(result),
         "flags": flags_of(result),
-        "failures": [f"{one['run']}: {one['message']}" for one in result["failures"]],
+        "failures": failures_of(result),
     }
 
 
-def as_text(result: Result, kind: str) -> str:
-    """As Markdown, or as LaTeX: our numbers, and in grey below them the intervals and the paper's."""
+def as_text(result: Result, kind: str, picture: str | None = None) -> str:
+    """As Markdown with its `picture` (a file beside it), or as LaTeX with intervals and differences in grey."""
     template = (Path(__file__).parent / f"result.{kind}.jinja").read_text(encoding="utf-8")
     rules: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = Environment(variable_start_string="<<", variable_end_string=">>", **rules)  # as LaTeX has braces
-    return environment.from_string(template).render(for_page(result), result=result, marks=MARKS)
+    return environment.from_string(template).render(
+        for_page(result),
+        result=result,
+        marks=MARKS,
+        notes=NOTES,
+        limitations=limitations_of(result),
+        picture=picture or f"{result['experiment']}.png",
+    )
 
 
 def print_reproduction(result: Result) -> None:
-    """Ours (and the paper's) in percent, then the claims, in 80 columns."""
+    """Accuracies in percent beside the paper's, then the claims, in 80 columns."""
     console, names = Console(highlight=False, emoji=False), columns_of(result)
     table = Table("method", *names.values(), "passes", "time", title=f"{result['experiment']}: {result['title']}")
     for column in table.columns[1:]:
@@ -128,7 +187,7 @@ def print_reproduction(result: Result) -> None:
             percent = [f"{100 * one:.1f}" for one in theirs]
             table.add_row("  paper", *percent, "", ratio(cost["paper_to_fgsm"]), style="dim")
     console.print(table)
-    console.print(f"{conditions(result)} Accuracy in %; time: against fgsm.", markup=False)
+    console.print(f"{conditions(result)} Accuracy in %; time relative to fgsm.", markup=False)
     console.print("\nThe paper's claims:")
     for claim in claims_of(result):
         style = STYLES.get(claim["verdict"])
@@ -136,5 +195,5 @@ def print_reproduction(result: Result) -> None:
         console.print(f"    {claim['numbers']}", markup=False)
         if claim["in_paper"].startswith("does not hold"):
             console.print("    (in the paper's own table it does not hold)", markup=False)
-    for failure in for_page(result)["failures"]:
+    for failure in failures_of(result):
         console.print(f"FAILED {failure}", markup=False, style="red")
