@@ -84,7 +84,7 @@ def test_help_of_a_command_that_takes_something_shows_an_example(moat, command):
 def test_options_that_many_commands_share_stand_under_headings(moat):
     out = moat("train", "--help")[1]
     assert out.index("Options:") < out.index("--resume  ") < out.index("Data and model:") < out.index("--model TEXT")
-    assert out.index("Optimisation:") < out.index("--lr ") < out.index("Watching over the run:")
+    assert out.index("Optimisation:") < out.index("--lr ") < out.index("Monitoring:")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_data_list_names_every_data_set_and_where_it_is(moat):
     names = [line.split()[0] for line in lines[::2]]
     places = [line.strip() for line in lines[1::2]]
     assert names == ["mini", "cifar10", "cifar100", "FOLDER"]
-    assert places[:3] == ["embedded", "not here yet: moat data get cifar10", "not here yet: moat data get cifar100"]
+    assert places[:3] == ["embedded", "not downloaded: moat data get cifar10", "not downloaded: moat data get cifar100"]
     assert "FOLDER/CLASS/IMAGE" in places[3]
     assert max(map(len, lines)) <= 80
 

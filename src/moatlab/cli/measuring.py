@@ -1,4 +1,4 @@
-"""The commands that measure: `moat eval`, `moat verify` and `moat bench`."""
+"""Commands that measure: `moat eval`, `verify` and `bench`."""
 
 from pathlib import Path
 from typing import Any
@@ -13,40 +13,34 @@ from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.runtime.files import RunFile
 
 
-@click.command("eval", cls=shared.Grouped, short_help="Accuracy under attack, of a run or of any model.")
-@click.argument("run", metavar="[RUN|shared.FILE]", required=False, type=shared.FILE)
-@click.option("--attacks", metavar="NAMES", help=f"of: {' '.join(NAMES)}  [default: {','.join(PAPER)}]")
-@click.option("--eps", help="The radius, such as 8/255  [default: the run's own; 8/255 for a bare model]")
-@click.option("--norm", type=click.Choice(["linf", "l2"]), help="  [default: the run's own; linf for a bare model]")
-@click.option("--n", "count", type=click.IntRange(min=1), help="The first N test images  [default: all]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="decides every random draw")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Images at once  [default: 256, fewer of large images]")
-@click.option("--which", type=click.Choice(["last", "best"]), default="last", show_default=True, help="epoch of a run")
-@shared.model_option(help="What a bare weights file holds, or a model to evaluate as it is: package.module:factory")
-@click.option("--data", help="mini, cifar10, cifar100 or a folder of images  [default: the run's own]")
+@click.command("eval", cls=shared.Grouped, short_help="Measure accuracy under attack, of a run or any model.")
+@click.argument("run", metavar="[RUN|FILE]", required=False, type=shared.FILE)
+@click.option("--attacks", metavar="NAMES", help=f"Comma-separated: {' '.join(NAMES)}  [default: {','.join(PAPER)}]")
+@click.option("--eps", help="Radius, such as 8/255  [default: the run's; 8/255 for a bare model]")
+@click.option("--norm", type=click.Choice(["linf", "l2"]), help="Norm  [default: the run's; linf for a bare model]")
+@click.option("--n", "count", type=click.IntRange(min=1), help="Use the first N test images  [default: all]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of all random draws.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Images per forward  [default: 256, fewer if large]")
+@shared.which_option
+@shared.model_option(help="package.module:factory, or the architecture of a bare weights file.")
+@click.option("--data", help="mini, cifar10, cifar100 or a folder of images  [default: the run's]")
 @shared.data_dir_option
 @shared.device_option
 @shared.trust_option
-@click.option("--save-adversarial", is_flag=True, help="Keep what was found, for `moat verify`.")
-@click.option(
-    "--precision",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
-    default="fp32",
-    show_default=True,
-    help="what the model computes in; other than fp32 it is another model",
-)
-@click.option("--audit", is_flag=True, help="Attack robust images once more, with another seed and more restarts.")
+@click.option("--save-adversarial", is_flag=True, help="Save adversarial examples, for `moat verify`.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", help="Model precision.")
+@click.option("--audit", is_flag=True, help="Attack robust images again with another seed, more restarts.")
 @shared.json_option
 def eval_command(run: Path | None, attacks: str | None, as_json: bool, **options: Any) -> None:
-    """Accuracy under attack: of a run folder, of a .safetensors or .pt file, or of --model package.module:factory.
+    """Measure accuracy under attack of a run folder, a .safetensors or .pt file, or --model package.module:factory.
 
     \b
     moat eval runs/moat-2_mini_s0
     moat eval runs/moat-2_mini_s0 --attacks aa --n 200 --save-adversarial
     moat eval weights.pt --model mymodule:factory --data cifar10
 
-    Writes a card (eval.json in the run, FILE.eval.json beside a file). Stopped, it resumes where it was when it is
-    started again.
+    Writes a card: eval.json in the run, or FILE.eval.json beside a file. After an interruption, the same command
+    resumes.
     """
     names = [] if attacks is None else check_names(attacks)
     import torch
@@ -55,13 +49,13 @@ def eval_command(run: Path | None, attacks: str | None, as_json: bool, **options
     from moatlab.evaluation.target import load_target
 
     if distributed.launched() > 1:
-        torch.set_num_threads(distributed.cores())  # torchrun would have it be one
+        torch.set_num_threads(distributed.cores())  # torchrun sets it to one
     loading = ("model", "which", "data", "data_dir", "device", "trust_model_code")
     target = load_target(run, **{name: options.pop(name) for name in loading})
     if attacks is None:
         names = usual_attacks(len(target.images.classes))
         if "aa" not in names:
-            warn(f"AutoAttack needs four classes: of its parts, {', '.join(names[4:])} take its place")
+            warn(f"AutoAttack needs four classes; using its parts {', '.join(names[4:])} instead")
     distributed.connect()
     card = evaluate_target(target, attacks=["clean", *names], **options)
     if not distributed.is_first():
@@ -75,20 +69,20 @@ def eval_command(run: Path | None, attacks: str | None, as_json: bool, **options
     click.echo(f"card: {target.card}")
 
 
-@click.command("verify", cls=shared.Grouped, short_help="Check a card's adversarial examples again.")
+@click.command("verify", cls=shared.Grouped, short_help="Verify the saved adversarial examples of a card.")
 @click.argument("card", metavar="CARD|RUN", type=shared.FILE)
 @shared.data_dir_option
 @shared.device_option
 @shared.trust_option
 @shared.json_option
 def verify_command(card: Path, as_json: bool, **options: Any) -> None:
-    """Check the saved adversarial examples of CARD again: inside the ball, inside [0, 1], misclassified.
+    """Verify that the saved adversarial examples of CARD are in the ball, in [0, 1] and misclassified.
 
     \b
     moat eval runs/moat-2_mini_s0 --attacks aa --save-adversarial
     moat verify runs/moat-2_mini_s0/eval.json
 
-    Needs a card made with --save-adversarial, beside its model. Ends with exit code 1 if an example fails.
+    Needs a card made with --save-adversarial, beside its model. Exit code 1 if an example fails.
     """
     from moatlab.evaluation.verify import verify_card
 
@@ -100,36 +94,33 @@ def verify_command(card: Path, as_json: bool, **options: Any) -> None:
     elif not failures:
         click.echo(f"{report['checked']:,} examples verified; largest distance {report['largest_distance']:.6g}")
     else:
-        for failure in failures[:10]:
-            click.echo(failure)
+        click.echo("\n".join(failures[:10]))
     if failures:
         raise RunFailed(f"{card} could not be verified: {len(failures)} failures")
 
 
 @click.command("bench", cls=shared.Grouped)
-@shared.model_option(default="preact_resnet18", show_default=True, help="or package.module:factory for your own")
-@click.option(
-    "--width", type=click.IntRange(8, 1024), default=64, show_default=True, help="channels of the first block"
-)
-@click.option("--batch-size", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--image-size", type=click.IntRange(min=8), default=32, show_default=True, help="pixels on a side")
+@shared.model_option(default="preact_resnet18", help="Built-in name or package.module:factory.")
+@click.option("--width", type=click.IntRange(8, 1024), default=64, help="Channels of the first block.")
+@click.option("--batch-size", type=click.IntRange(min=2), default=128)
+@click.option("--image-size", type=click.IntRange(min=8), default=32, help="Pixels per side.")
 @shared.threads_option
 @shared.device_option
-@click.option("--out", type=shared.FILE, default=Path("runs/bench"), show_default=True, help="The folder of the chart.")
+@click.option("--out", type=shared.FILE, default=Path("runs/bench"), help="Output folder.")
 @shared.json_option
 def bench_command(out: Path, as_json: bool, **options: Any) -> None:
-    """How near this machine runs to its limit, in two minutes or so.
+    """Compare this machine's training speed with its limit.
 
-    The limit is a float32 matrix product. Against it: inference, an attack step (forward, and backward to the input)
-    and a training step (forward, backward, SGD) on random images. Then, on mini, epochs of some methods against the sum
-    of their passes: what data, draws, counting and saving cost.
+    Takes about two minutes. The limit is the speed of a float32 matrix product. Measured against it, on random images:
+    inference, an attack step (forward, backward to the input) and a training step (forward, backward, SGD). Then epochs
+    of some methods on mini, against the sum of their passes: the overhead of data, random draws, counting and saving.
     """
     from moatlab.reproduce.benchmark import bench
     from moatlab.runtime.files import write_json
 
     for folder in (out, *out.parents):
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"--out {out}: {folder} is a file; name a folder")
+            raise UserError(f"--out {out}: {folder} is a file, not a folder")
     result = bench(**options)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "bench.json", result)

@@ -1,4 +1,4 @@
-"""The commands that make something to show or to give away: `moat reproduce`, `moat report` and `moat export`."""
+"""Commands that publish: `moat reproduce`, `report` and `export`."""
 
 import re
 import shlex
@@ -13,48 +13,38 @@ from moatlab.reproduce.paper import EXPERIMENTS, experiment
 from moatlab.runtime.errors import RunFailed
 
 
-@click.command("reproduce", cls=shared.Grouped, short_help="A table or figure of the paper, beside the paper's.")
+@click.command("reproduce", cls=shared.Grouped, short_help="Reproduce a table or figure of the paper.")
 @click.argument("name", metavar="TABLE|FIGURE", shell_complete=shared.completing(EXPERIMENTS))
 @shared.recipe_options("data", "schedule", "seed", "on_collapse", "then", preset="paper")
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="runs of each row: 0, 1, ...")
-@click.option("--methods", multiple=True, metavar="NAMES", help='rows to train, such as "fgsm moat:2"  [default: all]')
-@click.option("--n", "images", type=click.IntRange(min=1), help="test images to attack  [default: the preset's]")
-@click.option("--n-aa", "aa_images", type=click.IntRange(min=1), help="and with AutoAttack  [default: the preset's]")
-@click.option("--plan", is_flag=True, help="Print the rows, their recipes and costs; train nothing.")
-@click.option(
-    "--known", type=shared.FILE, multiple=True, metavar="FILE", help="an earlier result: its runs are not repeated"
-)
-@click.option("--yes", is_flag=True, help="Start also what takes days.")
-@click.option("--out", type=shared.FILE, help="The sweep's folder  [default: runs/reproduce_PRESET_DATA_SCHEDULE]")
+@click.option("--seeds", type=click.IntRange(1, 1000), default=1, help="Runs per row, with seeds 0, 1, ...")
+@click.option("--methods", multiple=True, metavar="NAMES", help='Rows to train, such as "fgsm moat:2"  [default: all]')
+@click.option("--n", "images", type=click.IntRange(min=1), help="Test images to attack  [default: the preset's]")
+@click.option("--n-aa", "aa_images", type=click.IntRange(min=1), help="Same for AutoAttack  [default: the preset's]")
+@click.option("--plan", is_flag=True, help="Print rows and costs; train nothing.")
+@click.option("--known", type=shared.FILE, multiple=True, metavar="FILE", help="Earlier result whose runs are reused.")
+@click.option("--yes", is_flag=True, help="Start even if it takes days.")
+@click.option("--out", type=shared.FILE, help="Output folder  [default: runs/reproduce_PRESET_DATA_SCHEDULE]")
 @shared.on_option
 @shared.data_dir_option
 @shared.json_option
 def reproduce_command(
-    name: str,
-    methods: tuple[str, ...],
-    plan: bool,
-    known: tuple[Path, ...],
-    out: Path | None,
-    as_json: bool,
-    threads: int | None,
-    device: str,
-    **options: Any,
+    name: str, plan: bool, out: Path | None, as_json: bool, threads: int | None, device: str, **options: Any
 ) -> None:
-    """A table or figure of the paper, trained, evaluated and set beside the paper's numbers; and its claims, checked.
+    """Train and evaluate a table or figure of the paper, compare with the paper's numbers and check its claims.
 
     \b
-    moat reproduce table2a                          at the paper's size, on a GPU
-    moat reproduce table2a --preset mini --seeds 3  the same shape in hours of CPU
-    moat reproduce figure1a --plan                  what it would take
+    moat reproduce table2a                          the paper's settings, on a GPU
+    moat reproduce table2a --preset mini --seeds 3  small, in hours on a CPU
+    moat reproduce figure1a --plan                  show its cost
 
-    There are table1a (step-wise rate) and table2a (cyclic), figure1a (PGD-7 accuracy over the epochs), figure2a (what
-    stage I trains on) and figure3a (the number of steps K) on CIFAR-10, and the same with b on CIFAR-100. Stopped, the
-    same command resumes where it was; tables and figures of one preset share their runs.
+    On CIFAR-10: table1a (step-wise schedule), table2a (cyclic), figure1a (PGD-7 accuracy over the epochs), figure2a
+    (data of stage I), figure3a (number of steps K); with b instead of a, on CIFAR-100. After an interruption, the same
+    command resumes. Tables and figures of one preset share their runs.
     """
     from moatlab.reproduce.plan import describe_plan, plan_sweep
 
-    running = {key: options.pop(key) for key in ("data_dir", "yes", "on")}
-    sweep = plan_sweep(experiment(name), methods=split_methods(methods), **options)
+    running = {key: options.pop(key) for key in ("data_dir", "known", "yes", "on")}
+    sweep = plan_sweep(experiment(name), methods=split_methods(options.pop("methods")), **options)
     out = out or sweep.folder
     if plan:
         described = describe_plan(sweep, out)
@@ -71,7 +61,7 @@ def reproduce_command(
 
     shared.let_be_deterministic(sweep.jobs[0].recipe)
     command = shlex.join(["moat", *sys.argv[1:]])
-    result = run_sweep(sweep, out, machine=Machine(device, threads), known=list(known), command=command, **running)
+    result = run_sweep(sweep, out, machine=Machine(device, threads), command=command, **running)
     if as_json:
         shared.print_file(out / f"{name}.json")
     else:
@@ -80,48 +70,44 @@ def reproduce_command(
         print_reproduction(result)
         click.echo(f"{name}.md, .tex, .json, .png, .pdf and .html are in {out}")
     if failures := result["failures"]:
-        raise RunFailed(
-            f"{len(failures)} of {len(sweep.jobs)} runs failed, the first, {failures[0]['run']}, because "
-            f"{failures[0]['message']}; what the others gave is in {out}"
-        )
+        count, first = f"{len(failures)} of {len(sweep.jobs)} runs", failures[0]
+        raise RunFailed(f"{count} failed, the first ({first['run']}): {first['message']}; other results are in {out}")
 
 
 def split_methods(texts: tuple[str, ...]) -> list[str] | None:
-    """Methods with spaces between them; the spaces inside a cycle (`mixup | fast`) are no ends."""
+    """Split at spaces, except those inside a cycle (`mixup | fast`)."""
     return [method for text in texts for method in re.split(r"(?<![|\s])\s+(?![|\s])", text.strip()) if method] or None
 
 
-@click.command("report", cls=shared.Grouped, short_help="A page about one run or several.")
+@click.command("report", cls=shared.Grouped, short_help="Write an HTML report about runs.")
 @click.argument("runs", nargs=-1, required=True, type=shared.FILE)
-@click.option("-o", "--out", type=shared.FILE, help="The page  [default: report.html in the first folder]")
+@click.option("-o", "--out", type=shared.FILE, help="Output file  [default: report.html in the first folder]")
 @shared.data_dir_option
 @shared.trust_option
 def report_command(runs: tuple[Path, ...], **options: Any) -> None:
-    """One page about one run or several: what they reached, how they got there, what attacks do to them.
+    """Write an HTML report about one run or several: accuracies, training curves, adversarial examples.
 
     \b
     moat report runs/moat-2_mini_s0
     moat report runs/demo_s0 -o report.html         all runs in a folder
 
-    The page needs no network. What it shows of a model (robustness by radius, examples, the loss around one of them) is
-    measured once and kept in the run's portrait.json. What is missing is named, and left out.
+    The page needs no network. Robustness by radius, examples and the loss surface are measured once and cached in the
+    run's portrait.json. Missing files are listed on the page.
     """
     from moatlab.report.page import write_report
 
     click.echo(f"report: {write_report(list(runs), **options)}")
 
 
-@click.command("export", cls=shared.Grouped, short_help="A run's model for other tools.")
+@click.command("export", cls=shared.Grouped, short_help="Export a model for other tools.")
 @click.argument("run", type=shared.FILE)
 @click.option("--format", "kind", type=click.Choice(["safetensors", "robustbench", "onnx"]), required=True)
-@click.option(
-    "--which", type=click.Choice(["last", "best"]), default="last", show_default=True, help="epoch of the run"
-)
-@click.option("--out", type=shared.FILE, help="The folder to write to  [default: RUN/export-FORMAT]")
+@shared.which_option
+@click.option("--out", type=shared.FILE, help="Output folder  [default: RUN/export-FORMAT]")
 @shared.trust_option
 @shared.json_option
 def export_command(run: Path, kind: str, as_json: bool, **options: Any) -> None:
-    """The model of RUN for other tools, with a model card (README.md).
+    """Export the model of RUN for other tools, with a model card (README.md).
 
     \b
     moat export runs/moat-2_mini_s0 --format safetensors    to share
@@ -133,6 +119,5 @@ def export_command(run: Path, kind: str, as_json: bool, **options: Any) -> None:
     files = export_run(run, kind, **options)
     if as_json:
         shared.print_json({"format": kind, "files": [str(path) for path in files]})
-        return
-    for path in files:
-        click.echo(path)
+    else:
+        click.echo("\n".join(map(str, files)))

@@ -1,4 +1,4 @@
-"""The commands about the machine and its files: `moat data`, `moat env` and `moat completion`."""
+"""Commands about the machine: `moat data`, `env` and `completion`."""
 
 from pathlib import Path
 
@@ -9,27 +9,26 @@ from moatlab.cli import options as shared
 
 @click.group("data")
 def data_group() -> None:
-    """The data sets: which there are, and how to get them."""
+    """List and download data sets."""
 
 
 @data_group.command("list")
 @shared.data_dir_option
 def data_list_command(data_dir: Path | None) -> None:
-    """The data sets by name, and where each one is."""
+    """List data sets and where they are."""
     from moatlab.data.loading import available
 
     for name, description, where in available(data_dir):
-        click.echo(f"{name:<10}{description}")
-        click.echo(f"{'':<10}{where or f'not here yet: moat data get {name}'}")
+        click.echo(f"{name:<10}{description}\n{'':<10}{where or f'not downloaded: moat data get {name}'}")
     click.echo(f"{'FOLDER':<10}your own images: FOLDER/train/CLASS/IMAGE, FOLDER/test/CLASS/IMAGE,")
-    click.echo(f"{'':<10}or FOLDER/CLASS/IMAGE, of which a tenth is set apart for testing")
+    click.echo(f"{'':<10}or FOLDER/CLASS/IMAGE, with a tenth held out for testing")
 
 
 @data_group.command("get")
 @click.argument("name", shell_complete=shared.completing(["cifar10", "cifar100"]))
 @shared.data_dir_option
 def data_get_command(name: str, data_dir: Path | None) -> None:
-    """Fetch the data set NAME, unless it is here already, and print where it is."""
+    """Download the data set NAME if needed; print its folder."""
     from moatlab.data.loading import get_images_folder
 
     click.echo(get_images_folder(name, data_dir))
@@ -39,7 +38,7 @@ def data_get_command(name: str, data_dir: Path | None) -> None:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion_command(context: click.Context, shell: str) -> None:
-    """Let the tab key complete commands, options, methods and files.
+    """Print a shell completion script.
 
     \b
     eval "$(moat completion bash)"                in ~/.bashrc
@@ -51,14 +50,14 @@ def completion_command(context: click.Context, shell: str) -> None:
     completion = get_completion_class(shell)
     assert completion is not None
     if shell == "bash":
-        click.echo("COMP_WORDBREAKS=${COMP_WORDBREAKS//:}  # or bash would end a word within moat:2")
+        click.echo("COMP_WORDBREAKS=${COMP_WORDBREAKS//:}  # else bash splits moat:2")
     click.echo(completion(context.find_root().command, {}, "moat", "_MOAT_COMPLETE").source())
 
 
 @click.command("env")
 @shared.json_option
 def env_command(as_json: bool) -> None:
-    """Versions and hardware, for a bug report or a results table."""
+    """Print versions and hardware, for bug reports and results."""
     from moatlab.runtime.environment import describe_environment
 
     facts = describe_environment()

@@ -1,5 +1,6 @@
-"""The commands that train: `moat train`, `moat plan`, `moat compare` and `moat demo`."""
+"""Commands that train: `moat train`, `plan`, `compare` and `demo`."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,10 @@ from moatlab.training.recipe import Recipe, default_name, make_recipe
 @shared.method_argument
 @shared.recipe_options()
 @shared.running_options
-@click.option("--max-steps", type=click.IntRange(min=0), help="Stop after so many steps of the whole run.")
-@click.option("--checkpoint-every", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS")
+@click.option("--max-steps", type=click.IntRange(min=0), help="Stop after N steps, counted over the whole run.")
+@click.option("--checkpoint-every", type=click.FloatRange(min=0), default=600.0, metavar="SECONDS")
 @click.option(
-    "--stream/--no-stream",
-    default=None,
-    help="Leave the images of a folder on the disk, and decode them batch by batch  "
-    "[default: where they would fill a quarter of the memory]",
+    "--stream/--no-stream", default=None, help="Decode a folder's images per batch  [default: if over 1/4 of memory]"
 )
 def train_command(
     out: Path | None, resume: bool, as_json: bool, threads: int | None, device: str, **options: Any
@@ -32,15 +30,15 @@ def train_command(
     such as "cutmix | fast | pgd:2>5>8".
 
     \b
-    moat train moat:2                             on the embedded data, in minutes
-    moat train imoat:2,5,8 --data cifar10         at the paper's size
+    moat train moat:2                             embedded data, in minutes
+    moat train imoat:2,5,8 --data cifar10         the paper's settings
     moat train moat:2 --data photos --model mynet:build --out runs/mine
-    moat train fast --on-collapse heal            watched, and healed
+    moat train fast --on-collapse heal            detect and repair a collapse
     moat train fgsm --epochs 3 --out runs/short
-    moat train --resume --out runs/short          continues the run that is there
+    moat train --resume --out runs/short          resume that run
 
-    Presets: mini (the embedded images, in minutes), mini-long (the same for longer, attacks in eval mode), small
-    (CIFAR, a narrow model), paper, paper-kim (the model and attacks of Kim et al.). moat plan shows what they fill in.
+    Presets: mini (embedded images, in minutes), mini-long (longer, attacks in eval mode), small (CIFAR, a narrow
+    model), paper, paper-kim (model and attacks of Kim et al.). moat plan shows their settings.
     """
     running = {name: options.pop(name) for name in ("data_dir", "max_steps", "checkpoint_every", "stream")}
     if resume and not (options["method"] or options["file"]):
@@ -67,10 +65,9 @@ def train_command(
         accuracy = "  ".join(f"{name} {100 * record.final[name]:.1f} %" for name in ("clean", "fgsm", "pgd7"))
         collapse = f"  COLLAPSED at epoch {record.collapsed_at}" if record.collapsed_at else ""
         if record.kept_epoch:
-            collapse = f"  (of epoch {record.kept_epoch}: collapsed at epoch {record.alarms[-1]})"
+            collapse = f"  (collapsed at epoch {record.alarms[-1]}; model of epoch {record.kept_epoch})"
         click.echo(f"{record.method} on {record.final['images']:,} test images: {accuracy}{collapse}")
-        healing = record.healing["passes"]
-        extra = f" ({healing:+g} beyond the plan, for healing)" if healing else ""
+        extra = f" ({healing:+g} beyond the plan, for healing)" if (healing := record.healing["passes"]) else ""
         click.echo(f"{record.counted['passes']:g} passes{extra}; the run is in {out}")
         if page.exists():
             click.echo(f"report: {page}")
@@ -82,21 +79,21 @@ def train_command(
 @shared.recipe_options()
 @shared.json_option
 def plan_command(as_json: bool, **options: Any) -> None:
-    """The cost of a run, before it runs. Touches no data.
+    """Show the cost of a run before it starts. Reads no data.
 
     \b
     moat plan imoat:2,5,8 --epochs 60
     moat plan "cutmix | fast | pgd:2>5>8" --json
 
-    One pass is a forward and a backward over the training set.
+    One pass is a forward and a backward pass over the training set.
     """
     from moatlab.data.loading import KNOWN_SIZES
 
-    del options["threads"], options["device"]  # the machine's: a plan is the same on every one
+    del options["threads"], options["device"]  # the cost does not depend on the machine
     recipe = make_recipe(**options, trust_model_code=True)  # imports nothing
     parsed, epochs = recipe.parsed_method, recipe.epochs
     cost = parsed.cost(epochs).as_dict()
-    steps = None  # unknown for a folder, which is not looked at
+    steps = None  # unknown for a folder, which is not read
     if recipe.data in KNOWN_SIZES:
         count = KNOWN_SIZES[recipe.data][0] - recipe.holdout
         steps = count // recipe.batch_size
@@ -105,15 +102,11 @@ def plan_command(as_json: bool, **options: Any) -> None:
     if as_json:
         shared.print_json({"method": recipe.method, "epochs": epochs, "steps_per_epoch": steps, **cost})
         return
-    click.echo(f"{recipe.method}" + (f" = {parsed}" if str(parsed) != recipe.method else ""))
-    click.echo(recipe.setting)
-    click.echo(f"{epochs} epochs of {steps or 'unknown'} steps")
+    click.echo(recipe.method + (f" = {parsed}" if str(parsed) != recipe.method else ""))
+    click.echo(f"{recipe.setting}\n{epochs} epochs of {steps or 'unknown'} steps")
     for name in ("passes", *KINDS):
         click.echo(f"{name.replace('_', '-'):<18}{cost[name]:>8g}  x the training set")
-    counts: dict[str, int] = {}
-    for epoch in range(epochs):
-        stage = str(parsed.stage_at(epoch, epochs))
-        counts[stage] = counts.get(stage, 0) + 1
+    counts = Counter(str(parsed.stage_at(epoch, epochs)) for epoch in range(epochs))
     click.echo("stages: " + ", ".join(f"{count} x {stage}" for stage, count in counts.items()))
 
 
@@ -123,33 +116,33 @@ def plan_command(as_json: bool, **options: Any) -> None:
 @shared.running_options
 @shared.on_option
 def compare_command(methods: tuple[str, ...], out: Path | None, **options: Any) -> None:
-    """Train several METHODS with the same recipe: one table on the test images, one plot of PGD-7 accuracy.
+    """Train several METHODS with the same recipe; print one table and plot PGD-7 accuracy over the epochs.
 
     \b
-    moat compare fgsm moat:2                      as moat demo
+    moat compare fgsm moat:2                      same as moat demo
     moat compare fgsm fast pgd:2 moat:2 --seed 1 --out runs/four
     moat compare moat:2 moat:5 --data cifar10 --on ray
     """
     running = {name: options.pop(name) for name in ("data_dir", "resume", "as_json", "on", "threads", "device")}
     recipes = [make_recipe(method, **options) for method in methods]
-    epochs = max(recipe.epochs for recipe in recipes)  # step-wise, a cycle's default is 201 where others have 200
+    epochs = max(recipe.epochs for recipe in recipes)  # the step-wise default: 201 for cycles, 200 for others
     recipes = [recipe.model_copy(update={"epochs": epochs}) for recipe in recipes]
     shared.let_be_deterministic(recipes[0])
     out = out or Path("runs") / f"compare_{default_name(recipes[0], options['preset'], ' '.join(methods))}"
     run_comparison(recipes, out, **running)
 
 
-@click.command("demo", short_help="The paper's point, in minutes.")
-@click.option("--seed", type=int, default=0, show_default=True, help="decides every random draw")
-@click.option("--out", type=shared.FILE, help="The folder of the two runs  [default: runs/demo_sSEED]")
+@click.command("demo", short_help="FGSM collapses, MOAT does not; in minutes.")
+@click.option("--seed", type=int, default=0, help="Seed of all random draws.")
+@click.option("--out", type=shared.FILE, help="Folder of both runs  [default: runs/demo_sSEED]")
 @shared.json_option
 def demo_command(seed: int, out: Path | None, as_json: bool) -> None:
-    """The paper's point in minutes: FGSM training collapses, MOAT at the same cost does not.
+    """Show the paper's main result in minutes: FGSM training collapses, MOAT at the same cost does not.
 
-    Started again, it continues where it was, or shows its table.
+    Run again, it resumes, or prints the table of the finished runs.
     """
     recipes = [make_recipe(method, preset="mini", seed=seed) for method in ("fgsm", "moat:2")]
-    console.note("two runs, which cost the same: fgsm, then moat:2\n")
+    console.note("two runs of equal cost: fgsm, then moat:2\n")
     run_comparison(recipes, out or Path("runs") / f"demo_s{seed}", resume=True, as_json=as_json)
 
 
