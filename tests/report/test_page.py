@@ -108,7 +108,7 @@ def test_runs_of_two_norms_have_a_plot_by_radius_each_and_robustness_at_two_radi
     page, source, _ = page_of(moat, runs)
     assert {"radius-linf", "radius-l2"} <= page.ids
     assert 'class="front"' not in source
-    assert "robustness does not compare" in page.text
+    assert "robustness is not comparable" in page.text
 
 
 def test_a_picture_that_can_not_be_written_costs_no_page(moat, runs):
@@ -217,7 +217,7 @@ def test_a_model_that_no_run_wrote_is_named_and_the_others_are_shown(moat, runs)
     (runs / "fgsm" / "run.json").unlink()
     save_file({"weight": torch.zeros(2, 2)}, runs / "fgsm" / "model.safetensors")
     page, _, _ = page_of(moat, runs / "fgsm", runs / "moat-2")
-    assert "was not written by a run of moatlab" in page.text
+    assert "was not written by moatlab" in page.text
     assert "moat:2" in page.text
     assert "pgd50 %" not in page.text
 
@@ -284,7 +284,7 @@ def test_misshapen_files_with_good_checksums_are_named_or_measured_again(moat, r
     write_json(run / "eval.json", card)
     for broken in ({"counted": {}}, {"final": {"clean": 1.0}}):
         write_json(run / "run.json", record | broken)
-        assert "it lacks what a run writes" in page_of(moat, run)[0].text
+        assert "it lacks passes or final accuracies" in page_of(moat, run)[0].text
     write_json(run / "run.json", record)
     for broken in ({"curve": {}}, {"norm": 3}, {"examples": []}, {"surface": {"loss": [[0.0]]}}, {"steps": None}):
         write_json(run / "portrait.json", portrait | broken)
@@ -350,7 +350,7 @@ def test_red_flags_and_a_collapse_are_at_the_top(moat, runs):
     ("arguments", "says"),
     [
         (("nowhere",), "nowhere is not a folder"),
-        ((".",), "holds no run"),
+        ((".",), "contains no run"),
         ((), "RUNS"),
         (("run", "-o", "."), "is a folder"),
     ],
@@ -498,7 +498,7 @@ def test_a_report_is_written_from_folders_or_from_what_train_returned(runs, caps
     pages = [Page((runs / name).read_text()) for name in ("fgsm/report.html", "report.html", "new/page.html")]
     assert ["run2" in page.ids for page in pages] == [False, True, True]
     assert capsys.readouterr() == ("", "")
-    for wrong, says in ((runs / "nowhere", "is not a folder"), ([], "at least one"), (runs / "new", "holds no run")):
+    for wrong, says in ((runs / "nowhere", "is not a folder"), ([], "at least one"), (runs / "new", "contains no run")):
         with pytest.raises(UserError, match=says):
             write_report(wrong)
 

@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_at_any_write_loses_nothing(here, tiny, undisturbed,
         if not disk.failures:
             break
         assert "Traceback" not in ended.err
-        if "no report was made" in ended.err:  # the run itself was done by then
+        if "no report was written" in ended.err:  # the run itself was done by then
             assert ended.code == 0, (first, ended)
             assert moat(*command, "--out", out).code == 0
             assert (out / "report.html").exists()
@@ -231,7 +231,7 @@ def test_output_that_cannot_be_written_is_told_without_a_traceback(here):
     command = [sys.executable, "-m", "moatlab", "plan", "fgsm"]
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=here, check=False)
-    assert (ended.returncode, ended.stderr) == (1, "moat: output can't be written: No space left on device\n")
+    assert (ended.returncode, ended.stderr) == (1, "moat: cannot write output: No space left on device\n")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here) as process:
         process.stdout.close()  # as `| head -0` does
         assert "Traceback" not in process.stderr.read()

@@ -1,1 +1,1 @@
-"""What a person looks at after a run."""
+"""Reports about runs: the HTML page, charts, plots, terminal tables."""

@@ -1,6 +1,6 @@
-"""Charts as SVG, drawn on the server: they are there without scripts, on paper too. A script adds values on hover.
+"""SVG charts that need no script and print well; a script adds values on hover.
 
-Colours are classes (`s0`, `s1`, ...) that the page's style sheet gives a value for light and for dark.
+Colours are CSS classes (`s0`, `s1`, ...), defined in page.css for the light and the dark scheme.
 """
 
 import json
@@ -16,7 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 42
 COLOURS = 12
 
 Point = tuple[float, float]
-Band = tuple[float, float, int]  # a stretch of the x axis with a background: begin, end, kind
+Band = tuple[float, float, int]  # background of a part of the x axis: begin, end, kind
 
 
 @dataclass(frozen=True)
@@ -24,26 +24,23 @@ class Series:
     name: str
     colour: int
     points: list[Point]
-    bold: list[Point] | None = None  # drawn strongly, with all `points` faint behind
-    marks: tuple[Point, ...] = ()  # crossed out: a collapse
+    bold: list[Point] | None = None  # drawn bold, over all `points` drawn faint
+    marks: tuple[Point, ...] = ()  # crosses: the collapse
 
 
 def tag(name: str, *children: str, **attributes: Any) -> Markup:
-    """An element; everything in it that is not markup already is escaped. `class_` is class, `_` in names is `-`."""
-    written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(_number(value))}"' for key, value in attributes.items()
-    )
-    inside = "".join(str(escape(child)) for child in children)
+    """An element with escaped content, except what is markup already. `class_` becomes class, other `_` become `-`."""
+    written = ""
+    for key, value in attributes.items():
+        text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+        written += f' {key.rstrip("_").replace("_", "-")}="{escape(text)}"'
+    inside = "".join(map(escape, children))
     return Markup(f"<{name}{written}>{inside}</{name}>")
-
-
-def _number(value: Any) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where values are on the drawing."""
+    """Maps values to positions in the drawing."""
 
     x_low: float
     x_high: float
@@ -60,7 +57,7 @@ class Frame:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from low to high: steps of 1, 2 or 5 times a power of ten."""
+    """Round numbers from low to high, in steps of 1, 2 or 5 times a power of ten."""
     span = (high - low) or 1.0
     step = 10.0 ** math.floor(math.log10(span / most))
     step *= next(factor for factor in (1, 2, 5, 10, 20) if span / (step * factor) <= most)
@@ -71,7 +68,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 def line_chart(
     series: Sequence[Series], *, x_label: str, y_label: str, bands: Sequence[Band] = (), guide: float | None = None
 ) -> Markup:
-    """Curves in percent. `guide` marks a place on the x axis, such as the radius that was trained for."""
+    """Curves in percent. `guide` marks an x value, such as the training radius."""
     shown = [one for one in series if one.points]
     xs = [x for one in shown for x, _ in one.points] or [0.0, 1.0]
     highest = max([y for one in shown for _, y in one.points], default=1.0)
@@ -79,8 +76,8 @@ def line_chart(
     parts = []
     for begin, end, kind in bands:
         left, right = frame.x(max(begin, frame.x_low)), frame.x(min(end, frame.x_high))
-        place = {"x": left, "y": TOP, "width": right - left, "height": HEIGHT - TOP - BOTTOM}
-        parts.append(tag("rect", class_=f"band b{kind % 4}", **place))
+        height = HEIGHT - TOP - BOTTOM
+        parts.append(tag("rect", class_=f"band b{kind % 4}", x=left, y=TOP, width=right - left, height=height))
     parts += _axes(frame, x_label, y_label)
     if guide is not None and frame.x_low <= guide <= frame.x_high:
         parts.append(tag("line", class_="own", x1=frame.x(guide), x2=frame.x(guide), y1=TOP, y2=HEIGHT - BOTTOM))
@@ -103,7 +100,7 @@ def line_chart(
 def scatter(
     points: Sequence[tuple[str, int, float, float]], *, x_label: str, y_label: str, front: Sequence[Point] = ()
 ) -> Markup:
-    """Named points (name, colour, x, y in percent), and a line through the `front` of them."""
+    """Named points (name, colour, x, y in percent) and a line through the Pareto `front`."""
     highest = max((y for *_, y in points), default=1.0)
     widest = max((x for _, _, x, _ in points), default=1.0)
     frame = Frame(0.0, widest * 1.12 or 1.0, max(highest * 1.15, 1.0))
@@ -112,23 +109,21 @@ def scatter(
         parts.append(tag("path", class_="front", d=frame.path(front)))
     taken: list[Point] = []
     for name, colour, x, y in sorted(points, key=lambda point: (point[2], point[3])):
-        place = (frame.x(x), frame.y(y))
-        parts.append(tag("circle", class_=f"big s{colour % COLOURS}", cx=place[0], cy=place[1], r=6))
-        side, x_name, y_name = ("end", place[0] - 10, place[1] + 4)
-        if place[0] < WIDTH * 0.7:
-            side, x_name = "start", place[0] + 10
+        parts.append(tag("circle", class_=f"big s{colour % COLOURS}", cx=frame.x(x), cy=frame.y(y), r=6))
+        right = frame.x(x) < WIDTH * 0.7  # of its point
+        x_name, y_name = frame.x(x) + (10 if right else -10), frame.y(y) + 4
         while any(abs(y_name - y_) < 13 and abs(x_name - x_) < 90 for x_, y_ in taken):
-            y_name -= 3  # names of neighbours do not lie on each other
-        if y_name < TOP:
-            continue  # no room left; the legend has it
-        taken.append((x_name, y_name))
-        parts.append(tag("text", name, class_="name", x=x_name, y=y_name, text_anchor=side))
+            y_name -= 3  # avoid overlapping names
+        if y_name >= TOP:  # else there is no room, and the legend has the name
+            taken.append((x_name, y_name))
+            anchor = "start" if right else "end"
+            parts.append(tag("text", name, class_="name", x=x_name, y=y_name, text_anchor=anchor))
     values = [_values(name, colour, [(x, y)]) for name, colour, x, y in points]
     return _figure(parts, f"{y_label} by {x_label}", frame, kind="points", series=values, unit=x_label)
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
-    """Those that no other beats in both (less x, more y), from left to right."""
+    """The points that no other beats in both (smaller x, larger y), from left to right."""
     front: list[Point] = []
     for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
         if not front or y > front[-1][1]:
@@ -137,29 +132,29 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 
 
 def surface(loss: list[list[float]], wrong: list[list[int]]) -> Markup:
-    """The loss over two directions, seen from above one corner; red where the model is wrong."""
+    """The loss along two directions in perspective; red where the model misclassifies."""
     side = len(loss)
     low, high = min(map(min, loss)), max(map(max, loss))
-    span = max(high - low, 0.5)  # what is flat is drawn flat
+    span = max(high - low, 0.5)  # so that a flat surface looks flat
 
     def place(i: int, j: int) -> Point:
-        """The gradient's direction goes to the right and towards us, the random one to the right and away."""
+        """The gradient points to the front right, the random direction to the back right."""
         a, b = 2 * i / (side - 1) - 1, 2 * j / (side - 1) - 1
         return WIDTH / 2 + (a + b) * 118, 232 + (a - b) * 44 - (loss[i][j] - low) / span * 130
 
     cells = []
-    for i in range(side - 1):  # from the back to the front
+    for i in range(side - 1):  # back to front
         for j in range(side - 2, -1, -1):
             corners = [place(i, j), place(i + 1, j), place(i + 1, j + 1), place(i, j + 1)]
             height = (loss[i][j] + loss[i + 1][j + 1]) / 2
             kind = ("w" if wrong[i][j] or wrong[i + 1][j + 1] else "r") + str(min(int(4 * (height - low) / span), 3))
             cells.append(tag("path", class_=kind, d="M" + "L".join(f"{x:.0f},{y:.0f}" for x, y in corners) + "Z"))
-    ends = [place(side - 1, 0), place(side - 1, side - 1), place(side // 2, side // 2)]
+    x, y = place(side // 2, side // 2)
     parts = [
         tag("g", *cells, class_="surface"),
-        tag("circle", class_="start", cx=ends[2][0], cy=ends[2][1], r=4),
-        tag("text", "along the gradient →", class_="axis", x=WIDTH / 2 - 150, y=HEIGHT - 16, text_anchor="middle"),
-        tag("text", "a random direction →", class_="axis", x=WIDTH / 2 + 150, y=HEIGHT - 16, text_anchor="middle"),
+        tag("circle", class_="start", cx=x, cy=y, r=4),
+        tag("text", "gradient direction →", class_="axis", x=WIDTH / 2 - 150, y=HEIGHT - 16, text_anchor="middle"),
+        tag("text", "random direction →", class_="axis", x=WIDTH / 2 + 150, y=HEIGHT - 16, text_anchor="middle"),
         tag("text", f"loss {low:.2g} to {high:.2g}", class_="axis", x=12, y=24, text_anchor="start"),
     ]
     return _figure(parts, "loss around one image")
@@ -172,27 +167,21 @@ def _axes(frame: Frame, x_label: str, y_label: str) -> list[Markup]:
         parts.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
         parts.append(tag("text", f"{value:g}", class_="tick", x=LEFT - 6, y=y + 4, text_anchor="end"))
     for value in ticks(frame.x_low, frame.x_high):
-        place = {"x": frame.x(value), "y": HEIGHT - BOTTOM + 16}
-        parts.append(tag("text", f"{value:g}", class_="tick", text_anchor="middle", **place))
-    middle = (LEFT + WIDTH - RIGHT) / 2
+        below = HEIGHT - BOTTOM + 16
+        parts.append(tag("text", f"{value:g}", class_="tick", text_anchor="middle", x=frame.x(value), y=below))
+    middle, turned = (LEFT + WIDTH - RIGHT) / 2, f"translate(13 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)"
     parts.append(tag("text", x_label, class_="axis", x=middle, y=HEIGHT - 6, text_anchor="middle"))
-    turned = f"translate(13 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)"
-    parts.append(tag("text", y_label, class_="axis", transform=turned, text_anchor="middle"))
-    return parts
+    return [*parts, tag("text", y_label, class_="axis", transform=turned, text_anchor="middle")]
 
 
 def _values(name: str, colour: int, points: Sequence[Point]) -> dict[str, Any]:
-    """For the script that shows values on hover."""
-    return {
-        "name": name,
-        "colour": colour % COLOURS,
-        "x": [x for x, _ in points],
-        "y": [round(y, 2) for _, y in points],
-    }
+    """The data of page.js, which shows values on hover."""
+    xs, ys = [x for x, _ in points], [round(y, 2) for _, y in points]
+    return {"name": name, "colour": colour % COLOURS, "x": xs, "y": ys}
 
 
 def _figure(parts: Sequence[str], label: str, frame: Frame | None = None, **chart: Any) -> Markup:
-    """A drawing; `chart` is what the script needs to show its values."""
+    """A drawing; `chart` is the data for page.js."""
     drawing = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
     if frame is None:
         return tag("div", drawing, class_="plot")

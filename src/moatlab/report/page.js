@@ -1,5 +1,5 @@
 "use strict";
-// Values on hover. Everything is drawn already; this reads the numbers that each plot carries.
+// Shows values on hover, read from the data-chart attribute of each plot.
 for (const plot of document.querySelectorAll("[data-chart]")) {
   const chart = JSON.parse(plot.dataset.chart);
   const cursor = document.createElement("div"), tip = document.createElement("div");

@@ -1,7 +1,6 @@
-"""The page: one HTML file about one run or several, with nothing to load from anywhere.
+"""The report: one self-contained HTML file about one run or several.
 
-Text goes through a template that escapes it, whatever file it came from; the one script is named by its hash in the
-page's security policy, so that no other could run.
+The template escapes all text, and the page's security policy allows only its own script, by hash.
 """
 
 import base64
@@ -26,8 +25,8 @@ from moatlab.runtime.files import RunFile, atomic, make_folder, remove_leftovers
 from moatlab.training.api import TrainedRun
 
 HERE = Path(__file__).parent
-ACCURACIES = dict(zip(WATCHED, (6, 4, 1), strict=True))  # and their colours
-LONG = {"first_broken_by", "broken_by", "adversarial"}  # of a card, not shown
+ACCURACIES = dict(zip(WATCHED, (6, 4, 1), strict=True))  # with their colours
+LONG = {"first_broken_by", "broken_by", "adversarial"}  # fields of a card that are not shown
 Run = str | Path | TrainedRun
 
 
@@ -39,17 +38,16 @@ def write_report(
     trust_model_code: bool = False,
     verbose: bool | None = None,
 ) -> Path:
-    """Write a page about runs, given as folders (of runs, or of folders of runs) or as what `train` returned; return
-    its path, `out` or report.html in the first folder.
+    """Write an HTML report and return its path: `out`, or report.html in the first folder.
 
-    What it shows of a model is measured once, and kept in the run's portrait.json. `trust_model_code`: models that name
-    their code may be built for it. `verbose`: progress and warnings on stderr; if it is not given, where that is a
-    terminal or a notebook.
+    `runs`: run folders, folders of run folders, or results of `train`. Robustness by radius, examples and the loss
+    surface are measured once and cached in the run's portrait.json. `trust_model_code` allows running the code that a
+    model names. `verbose`: progress and warnings on stderr; by default only in a terminal or a notebook.
     """
     each = [runs] if isinstance(runs, str) or not isinstance(runs, Sequence) else runs
     folders = [run.folder if isinstance(run, TrainedRun) else Path(run) for run in each]
     if not folders:
-        raise UserError("name at least one run folder, such as runs/moat-2_mini_s0")
+        raise UserError("give at least one run folder, such as runs/moat-2_mini_s0")
     out = Path(out) if out else folders[0] / RunFile.REPORT
     with verbosity(verbose):
         _write(find_runs(folders), out, data_dir=data_dir, trust_model_code=trust_model_code)
@@ -57,11 +55,11 @@ def write_report(
 
 
 def publish(folders: list[Path], out: Path, **options: Any) -> None:
-    """Write a page about runs that are done; if it can't be made, only a warning is printed. Options: see `_write`."""
+    """Write the report of finished runs; an error is only a warning. Options: see `_write`."""
     try:
         _write(folders, out, **options)
     except (UserError, RunFailed) as error:
-        warn(f"no report was made: {error}")
+        warn(f"no report was written: {error}")
 
 
 def _write(
@@ -73,9 +71,9 @@ def _write(
     title: str | None = None,
     top: dict[str, Any] | None = None,
 ) -> None:
-    """`top` holds tables and claims to show above the runs."""
+    """`top` is shown above the runs: tables and claims."""
     if out.is_dir():
-        raise UserError(f"{out} is a folder; name a file, such as {out / RunFile.REPORT}")
+        raise UserError(f"{out} is a folder; give a file, such as {out / RunFile.REPORT}")
     views = gather(folders, data_dir=Path(data_dir) if data_dir else None, trust_model_code=trust_model_code)
     for view in views:
         try:
@@ -86,36 +84,31 @@ def _write(
     make_folder(out.parent)
     remove_leftovers(out)
     with atomic(out) as file:
-        file.write(page.encode(errors="replace"))  # a name from the disk, or from a file, may be no text
+        file.write(page.encode(errors="replace"))  # file names may be invalid Unicode
 
 
 def draw_pictures(view: RunView) -> None:
-    """The plots of a finished run as PNG, in its folder, once for each portrait."""
+    """Write curves.png and portrait.png to the folder of a finished run, once per portrait."""
     curves, portrait = view.folder / "curves.png", view.folder / "portrait.png"
-    if view.portrait is None:
-        return
-    if view.metrics and (view.portrait_is_new or not curves.exists()):
+    if view.portrait and view.metrics and (view.portrait_is_new or not curves.exists()):
         plot_run(curves, view.metrics, view.collapsed_at, title=view.method)
-    if view.portrait_is_new or not portrait.exists():
+    if view.portrait and (view.portrait_is_new or not portrait.exists()):
         plot_portrait(portrait, view.portrait, title=view.method)
 
 
 def render(views: list[RunView], *, title: str | None = None, top: dict[str, Any] | None = None) -> str:
     template, style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    problems = [
-        problem if str(view.folder) in problem else f"{view.folder}: {problem}"
-        for view in views
-        for problem in view.problems
-    ]
-    for problem in problems:
-        warn(problem)
+    problems = []
+    for folder, problem in [(str(view.folder), problem) for view in views for problem in view.problems]:
+        problems.append(problem if folder in problem else f"{folder}: {problem}")
+        warn(problems[-1])
     columns = [name for name in NAMES if any(name in view.accuracy for view in views)]
     settings = {view.recipe.setting for view in views if view.recipe}
     return environment.from_string(template).render(
         title=title or (", ".join(view.label for view in views) if len(views) <= 4 else f"{len(views)} runs"),
         settings=settings if len(settings) == 1 else (),
-        style=Markup(style),  # ours: no text of a run is in it
+        style=Markup(style),  # contains no text of a run
         script=Markup(script),
         script_hash=f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
         warnings=_warnings(views) + ([("in the tables", flag) for flag in top["flags"]] if top else []),
@@ -136,23 +129,22 @@ def _warnings(views: list[RunView]) -> list[tuple[str, str]]:
     for view in views:
         found += [(f"{view.label}: {flag.name}", f"{flag.meaning} ({flag.evidence})") for flag in view.flags]
         if view.collapsed_at and "catastrophic-overfitting" not in {flag.name for flag in view.flags}:
-            lost = f"robustness was lost at epoch {view.collapsed_at} and did not come back"
-            found.append((f"{view.label}: collapsed", lost))
+            found.append((f"{view.label}: collapsed", f"robustness was lost at epoch {view.collapsed_at} for good"))
     return found
 
 
 def _note_on_columns(views: list[RunView]) -> str:
-    """On how many test images each column was measured."""
+    """The number of test images behind each column."""
     counts = {f"{card.data.images:,} ({', '.join(card.results)})" for view in views for card in view.cards}
     for view in views:
         measured = {name for card in view.cards for name in card.results}
         if view.record and view.record.final and (quick := [name for name in WATCHED if name not in measured]):
             counts.add(f"{view.record.final['images']:,} ({', '.join(quick)})")
-    return f"Test images: {'; '.join(sorted(counts))}. pgd7 is a quick look of seven steps." if counts else ""
+    return f"Test images: {'; '.join(sorted(counts))}. pgd7: seven steps, a quick check." if counts else ""
 
 
 def _plots(views: list[RunView]) -> list[dict[str, Any]]:
-    """What compares the runs: over the epochs, against cost, by radius."""
+    """Comparisons of the runs: over the epochs, against cost, by radius."""
     plots = [_over_epochs(views), _against_cost(views)]
     norms = dict.fromkeys(view.portrait.norm for view in views if view.portrait)
     return [plot for plot in plots if plot] + [_by_radius(views, norm) for norm in norms]
@@ -166,57 +158,50 @@ def _over_epochs(views: list[RunView]) -> dict[str, Any] | None:
         curves += [Series(view.label, number, _curve(view.metrics), bold, _marks(view))] if view.metrics else []
     if not curves:
         return None
-    note = "PGD-7 on the watched images after each epoch. Of cycles the ends are bold. A cross: the collapse."
+    note = "PGD-7 on the watched images after each epoch. Bold: ends of cycles. Cross: the collapse."
     drawing = line_chart(curves, x_label="epoch", y_label="PGD-7 accuracy (%)")
     return _plot("epochs", "Robustness over the epochs", drawing, note, views, [one.colour for one in curves])
 
 
 def _against_cost(views: list[RunView]) -> dict[str, Any] | None:
-    """By the strongest attack that all runs were tried with."""
+    """Under the strongest attack that all runs have in common."""
     tried = {number: view for number, view in enumerate(views) if view.accuracy and view.record}
     ranked = sorted((attack for attack in CATALOG.values() if attack.rank), key=lambda attack: -attack.rank)
     names = [one.name for one in ranked if tried and all(one.name in view.accuracy for view in tried.values())]
     if not names:
         return None
-    points = [
-        (view.label, number, view.record.counted["passes"], 100 * view.accuracy[names[0]])
-        for number, view in tried.items()
-        if view.record
-    ]
+    costs = {number: view.record.counted["passes"] for number, view in tried.items() if view.record}
+    points = [(view.label, number, costs[number], 100 * view.accuracy[names[0]]) for number, view in tried.items()]
     threats = {(view.recipe.data, view.recipe.threat) if view.recipe else None for view in tried.values()}
-    alike = len(threats) == 1
-    front = pareto([(x, y) for _, _, x, y in points]) if alike else []
+    front = pareto([(x, y) for _, _, x, y in points]) if len(threats) == 1 else []
     y_label = f"accuracy under {names[0]} (%)"
     drawing = scatter(points, x_label="passes over the training set", y_label=y_label, front=front)
-    note = "Robustness, and what training cost."
-    if not alike:
-        note += " The runs differ in data, norm or radius, so that their robustness does not compare."
-    elif len(front) > 1:  # or one run beats all others
-        note = "The dashed line joins the runs that no other beats in both robustness and cost."
+    note = "Robustness and training cost."
+    if len(threats) > 1:
+        note += " The runs differ in data, norm or radius: their robustness is not comparable."
+    elif len(front) > 1:  # else one run beats all others
+        note = "Dashed line: the runs that no other beats in both robustness and cost (Pareto front)."
     return _plot("cost", "Robustness against cost", drawing, note, views, tried)
 
 
 def _by_radius(views: list[RunView], norm: str) -> dict[str, Any]:
-    """Robustness by radius, of the runs that were trained in this norm."""
+    """Robustness by radius of the runs trained in this norm."""
     portraits = {n: view.portrait for n, view in enumerate(views) if view.portrait and view.portrait.norm == norm}
     curves = [Series(views[number].label, number, portrait.points) for number, portrait in portraits.items()]
     own = {one.scale * Threat.of(one.eps, norm).eps for one in portraits.values()}
     guide = own.pop() if len(own) == 1 else None
     x_label = "eps x 255 (L-inf)" if norm == "linf" else "eps (L2)"
     drawing = line_chart(curves, x_label=x_label, y_label="robust accuracy (%)", guide=guide)
-    counts = " or ".join(dict.fromkeys(str(one.curve.images) for one in portraits.values()))
-    steps = " or ".join(dict.fromkeys(str(one.steps) for one in portraits.values()))
-    note = (
-        f"A quick attack of {steps} steps on {counts} test images; an image that is broken at a radius counts as "
-        f"broken at larger ones.{' The dashed line: the radius trained for.' if guide is not None else ''}"
-    )
+    counts = " or ".join(dict.fromkeys(f"{one.steps} steps on {one.curve.images}" for one in portraits.values()))
+    dashed = " Dashed line: the training radius." if guide is not None else ""
+    note = f"PGD, {counts} test images. An image broken at a radius counts as broken at larger ones.{dashed}"
     return _plot(f"radius-{norm}", "Robustness by radius", drawing, note, views, portraits)
 
 
 def _plot(
     name: str, title: str, drawing: Markup, note: str, views: list[RunView], numbers: Iterable[int]
 ) -> dict[str, Any]:
-    """With a legend: the runs that are in it."""
+    """A plot and its legend."""
     runs = [{"colour": number % COLOURS, "label": views[number].label} for number in sorted(numbers)]
     return {"id": name, "title": title, "drawing": drawing, "note": note, "runs": runs}
 
@@ -234,24 +219,20 @@ def _run(view: RunView, number: int) -> dict[str, Any]:
     collapsed = f"epoch {view.collapsed_at}" if view.collapsed_at else "no"
     if record and record.kept_epoch:
         collapsed = f"epoch {record.alarms[-1]}, kept {record.kept_epoch}"
-    fields: dict[str, Any] = {
-        "view": view,
-        "colour": number % COLOURS,
-        "collapsed": collapsed if record and record.final else (record.status if record else "unknown"),
-        "stages": stages if len(stages) > 1 else [],
-        "files": _files(view),
-    }
+    if not (record and record.final):
+        collapsed = record.status if record else "unknown"
+    shown = stages if len(stages) > 1 else []
+    fields: dict[str, Any] = {"view": view, "colour": number % COLOURS, "collapsed": collapsed, "stages": shown}
     if view.metrics:
         series = [
             Series(name, colour, _curve(view.metrics, name), marks=_marks(view) if name == "pgd7" else ())
             for name, colour in ACCURACIES.items()
         ]
         bands = [(line["epoch"] - 0.5, line["epoch"] + 0.5, stages.index(line["stage"])) for line in view.metrics]
-        shown = bands if len(stages) > 1 else ()
-        fields["curves"] = line_chart(series, x_label="epoch", y_label="accuracy (%)", bands=shown)
+        fields["curves"] = line_chart(series, x_label="epoch", y_label="accuracy (%)", bands=bands if shown else ())
     if view.portrait:
         fields["surface"] = surface(view.portrait.surface.loss, view.portrait.surface.wrong)
-    return fields
+    return fields | {"files": _files(view)}
 
 
 def _files(view: RunView) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Plots, drawn without a display."""
+"""Plots as PNG or PDF, drawn without a display."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ from moatlab.methods.language import parse_method
 from moatlab.report.portrait import Portrait
 from moatlab.runtime.files import atomic, remove_leftovers
 
-# Okabe and Ito's colours, which stay apart for colour-blind eyes too.
+# Okabe and Ito's palette, safe for colour-blind readers.
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442"]
 BANDS = ["#EEF1F4", "#E3EDF7", "#FBF0E0", "#E9F4EC"]
 GREY = "#444444"
@@ -27,7 +27,7 @@ Lines = list[dict[str, Any]]  # of metrics.jsonl or events.jsonl
 
 
 def plot_bench(path: Path, result: dict[str, Any]) -> None:
-    """Two bar charts of `moat bench`: steps against the machine's limit, epochs against the sum of their passes."""
+    """Bar charts of `moat bench`: steps against the machine's limit, epochs against the sum of their passes."""
     figure, (left, right) = _figure(8, 3.6, columns=2)
     steps = {name: result[name] for name in ("inference", "attack_step", "training_step")}
     labels = [f"{name.replace('_', ' ')}\n{row['images_per_second']:,.0f} images/s" for name, row in steps.items()]
@@ -55,17 +55,14 @@ def plot_bench(path: Path, result: dict[str, Any]) -> None:
 
 
 def plot_pgd7(path: Path, histories: dict[str, Lines], events: dict[str, Lines], *, title: str, images: str) -> None:
-    """PGD-7 accuracy over the epochs, a line for each method: figure 1 of the paper.
-
-    Within a cycle accuracy falls at each benign stage, so a bold line joins the ends of cycles, which can be compared.
-    A cross marks the monitor's alarm, a ring the epoch at which robustness is back.
-    """
+    """PGD-7 accuracy over the epochs, a line per method (figure 1 of the paper). Accuracy drops at each benign stage of
+    a cycle, so a bold line joins the ends of cycles. A cross marks a collapse alarm, a ring the recovery."""
     figure, (axes,) = _figure(7, 4.2)
     for (spec, lines), colour in zip(histories.items(), cycle(COLOURS), strict=False):
         in_cycles = len(parse_method(spec).stages) > 1
         if in_cycles:
             axes.plot(*_curve(lines, "pgd7"), linewidth=1, alpha=0.35, color=colour)
-        label = f"{spec} (bold: the ends of its cycles)" if in_cycles else spec
+        label = f"{spec} (bold: ends of cycles)" if in_cycles else spec
         ends = _curve([line for line in lines if line["comparable"]], "pgd7")
         axes.plot(*ends, marker="o", markersize=4, linewidth=2, color=colour, label=label)
         for event in events[spec]:
@@ -82,7 +79,7 @@ def plot_pgd7(path: Path, histories: dict[str, Lines], events: dict[str, Lines],
 
 
 def plot_run(path: Path, metrics: Lines, collapsed_at: int | None, *, title: str) -> None:
-    """Accuracies over the epochs of one run, its stages behind them, its collapse crossed out."""
+    """Accuracies over the epochs of one run; stages as background, a cross at the collapse."""
     figure, (axes,) = _figure(7, 4)
     stages = list(dict.fromkeys(line["stage"] for line in metrics))
     shades = dict(zip(stages, cycle(BANDS), strict=False)) if len(stages) > 1 else {}
@@ -100,7 +97,7 @@ def plot_run(path: Path, metrics: Lines, collapsed_at: int | None, *, title: str
 
 
 def plot_portrait(path: Path, portrait: Portrait, *, title: str) -> None:
-    """Robustness by radius, the loss around one image, and examples."""
+    """Robustness by radius, the loss surface of one image, and adversarial examples."""
     figure = Figure(figsize=(9, 6.4))
     grid = figure.add_gridspec(2, 2, height_ratios=(1.1, 1), left=0.08, right=0.96, top=0.94, bottom=0.02, hspace=0.25)
     radius, landscape = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1], projection="3d")
@@ -113,12 +110,10 @@ def plot_portrait(path: Path, portrait: Portrait, *, title: str) -> None:
     surface["facecolors"] = np.where(wrong, COLOURS[0], COLOURS[5])
     landscape.plot_surface(*np.meshgrid(ticks, ticks, indexing="ij"), loss, **surface)
     landscape.set(xlabel="gradient", ylabel="random")
-    landscape.set_title(f"loss around image {portrait.surface.image}; red: wrong", fontsize=9)
-    columns = [
-        np.concatenate([_pixels(png) for png in (one.image, one.adversarial, one.change)]) for one in portrait.examples
-    ]
-    side, strip = columns[0].shape[1], figure.add_subplot(grid[1, :])
-    strip.imshow(np.concatenate(columns, axis=1), interpolation="nearest")
+    landscape.set_title(f"loss around image {portrait.surface.image}; red: misclassified", fontsize=9)
+    pictures = [[_pixels(png) for png in (one.image, one.adversarial, one.change)] for one in portrait.examples]
+    side, strip = pictures[0][0].shape[1], figure.add_subplot(grid[1, :])
+    strip.imshow(np.concatenate([np.concatenate(column) for column in pictures], axis=1), interpolation="nearest")
     strip.set_axis_off()
     for number, one in enumerate(portrait.examples):
         for answer, height in ((one.predicted, -0.35), (one.attacked, -0.12)):
@@ -132,7 +127,7 @@ def _pixels(png: str) -> np.ndarray[Any, Any]:
 
 
 def plot_result(path: Path, result: dict[str, Any]) -> None:
-    """A reproduced table or figure, as PNG or PDF by the file's name."""
+    """A reproduced table or figure."""
     figure, (axes,) = _figure(8, 4.6)
     kinds = {"table": _plot_table, "curves": _plot_curves, "bars": _plot_bars, "steps": _plot_steps}
     kinds[result["kind"]](axes, result)
@@ -143,12 +138,12 @@ def plot_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def _plot_table(axes: Axes, result: dict[str, Any]) -> None:
-    """Robustness against cost: every row a point, with its 95 % interval."""
+    """Robustness against cost: a point per row, with its 95 % interval."""
     costs = [row["cost"]["passes"] for row in result["rows"]]
     for number, row in enumerate(result["rows"]):
         column, passes = row["columns"]["aa"], costs[number]
         near = [other for other, cost in enumerate(costs) if abs(cost - passes) < max(costs) / 50]
-        passes += (near.index(number) - (len(near) - 1) / 2) * max(costs) / 60  # or they would hide each other
+        passes += (near.index(number) - (len(near) - 1) / 2) * max(costs) / 60  # keep equal costs apart
         collapsed = sum(epoch is not None for epoch in row["collapsed_at"])
         label = row["row"] + (f" (collapsed in {collapsed} of {len(row['seeds'])})" if collapsed else "")
         mark, colour = MARKERS[number % len(MARKERS)], COLOURS[number % len(COLOURS)]
@@ -156,7 +151,7 @@ def _plot_table(axes: Axes, result: dict[str, Any]) -> None:
         axes.errorbar(passes, 100 * column["mean"], yerr=_errors([column]), **options)
     _dress(axes, "passes over the training set (nearly equal costs side by side)", "accuracy under AutoAttack (%)")
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=-axes.get_ylim()[1] / 50)  # so that a point at zero is seen whole
+    axes.set_ylim(bottom=-axes.get_ylim()[1] / 50)  # so that a point at zero is not cut
     _legend_below(axes)
 
 
@@ -188,7 +183,7 @@ def _plot_bars(axes: Axes, result: dict[str, Any]) -> None:
 
 
 def _plot_steps(axes: Axes, result: dict[str, Any]) -> None:
-    rows = [row for row in result["rows"] if re.fullmatch(r"moat:\d+", row["row"])]  # others have no K
+    rows = [row for row in result["rows"] if re.fullmatch(r"moat:\d+", row["row"])]  # other methods have no K
     steps = [int(row["row"].partition(":")[2]) for row in rows]
     for number, name in enumerate(result["rows"][0]["columns"]):
         means = [100 * row["columns"][name]["mean"] for row in rows]
@@ -207,7 +202,7 @@ def _curve(lines: Lines, name: str) -> tuple[list[int], list[float]]:
 
 
 def _errors(columns: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
-    """95 % intervals as lengths below and above the means, in percent."""
+    """95 % intervals as distances from the means, in percent."""
     return 100 * np.array([[one["mean"] - one["interval"][0], one["interval"][1] - one["mean"]] for one in columns]).T
 
 
@@ -226,7 +221,7 @@ def _legend_below(axes: Axes, columns: int = 4, size: int = 8) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """As PNG or PDF, by its name; without a date, so that equal results give equal files."""
+    """PNG or PDF by suffix; without a date, so that equal results give equal files."""
     remove_leftovers(path)
     metadata = {"CreationDate": None} if path.suffix == ".pdf" else None
     with atomic(path) as file:

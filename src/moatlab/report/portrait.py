@@ -1,6 +1,6 @@
-"""A model's portrait, for a person to look at: robustness by radius, examples, and the loss around one of them.
+"""A model's portrait: robustness by radius, adversarial examples and the loss surface around one image.
 
-None of it is a result to report (that is the card): a quick attack on few images.
+A quick attack on few images, for illustration; results to report are in the card.
 """
 
 import base64
@@ -28,12 +28,12 @@ from moatlab.runtime.device import full_precision
 from moatlab.runtime.randomness import generator
 
 IMAGES = 200  # for robustness by radius
-RADII = 8  # equal steps, up to 16/255 or the model's own radius
+RADII = 8  # equal steps, up to WIDEST or the training radius
 WIDEST = {"linf": 16 / 255, "l2": 1.0}
 STEPS = 10
 SHOWN = 8
-SIDE = 25  # points of the loss surface along each direction
-SURE = 30.0  # a loss beyond it is drawn as this
+SIDE = 25  # points of the loss surface per direction
+SURE = 30.0  # losses are clipped here
 
 
 class Curve(BaseModel, extra="forbid", strict=True):
@@ -43,7 +43,7 @@ class Curve(BaseModel, extra="forbid", strict=True):
 
 
 class Example(BaseModel, extra="forbid", strict=True, populate_by_name=True):
-    """An image, the image under attack and their difference, as PNG in base64; and what the model takes them for."""
+    """An image, its adversarial example and their difference, as PNG in base64, with the predicted classes."""
 
     label: Annotated[str, Field(alias="class")]
     predicted: str
@@ -58,13 +58,13 @@ class Surface(BaseModel, extra="forbid", strict=True, populate_by_name=True):
     image: int
     label: Annotated[str, Field(alias="class")]
     loss: list[list[float]]
-    wrong: list[list[int]]  # where the model is
+    wrong: list[list[int]]  # 1 where the model misclassifies
 
 
 class Portrait(BaseModel, extra="forbid", strict=True):
-    """What `portrait.json` holds."""
+    """The content of `portrait.json`."""
 
-    weights: str | None  # the checksum in the model's file
+    weights: str | None  # checksum of the model's file
     eps: str
     norm: Norm
     steps: int
@@ -74,18 +74,18 @@ class Portrait(BaseModel, extra="forbid", strict=True):
 
     @property
     def scale(self) -> int:
-        """Of radii as they are shown: L-inf ones in 1/255."""
+        """L-inf radii are shown in units of 1/255."""
         return 255 if self.norm == "linf" else 1
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """The curve as it is shown, in percent."""
+        """The curve in displayed units, accuracy in percent."""
         pairs = zip(self.curve.eps, self.curve.accuracy, strict=True)
         return [(round(self.scale * eps, 3), 100 * share) for eps, share in pairs]
 
 
 def draw_portrait(target: Target) -> Portrait:
-    """Made of no more images at once than an evaluation takes: large ones would exhaust the memory."""
+    """Uses the batch size of an evaluation, so that large images fit into memory."""
     device, threat, names = device_of(target.model, torch.empty(0)), target.threat, target.images.classes
     with evaluating(target.model), full_precision(), Bar("portrait", 3) as bar:
         x, y = as_floats(target.images.test_x[:IMAGES].to(device)), target.images.test_y[:IMAGES].to(device)
@@ -95,21 +95,17 @@ def draw_portrait(target: Target) -> Portrait:
         bar.update(1, "examples")
         examples = shown_examples(probe, x[:SHOWN], y[:SHOWN], threat, names)
         bar.update(2, "loss surface")
-        index = int(right.int().argmax())  # the first that is classified correctly, or the first of all
+        index = int(right.int().argmax())  # the first correctly classified image, or image 0
         loss, wrong = loss_surface(probe, x[index : index + 1], y[index : index + 1], threat)
+    weights = target.subject.weights
+    surface = Surface(image=index, label=names[int(y[index])], loss=loss, wrong=wrong)
     return Portrait(
-        weights=target.subject.weights,
-        eps=threat.text,
-        norm=threat.norm,
-        steps=STEPS,
-        curve=curve,
-        examples=examples,
-        surface=Surface(image=index, label=names[int(y[index])], loss=loss, wrong=wrong),
+        weights=weights, eps=threat.text, norm=threat.norm, steps=STEPS, curve=curve, examples=examples, surface=surface
     )
 
 
 def robustness_by_radius(probe: Probe, x: Tensor, y: Tensor, right: Tensor, threat: Threat) -> Curve:
-    """A larger ball holds the smaller one, so that an image which is broken stays broken."""
+    """A larger ball contains the smaller one, so a broken image stays broken and is not attacked again."""
     widest, at_once = max(WIDEST[threat.norm], threat.eps), probe.batch_size or len(x)
     radii = [widest * number / RADII for number in range(RADII + 1)]
     robust, accuracy = right.clone(), [right.float().mean().item()]
@@ -128,7 +124,7 @@ def _attack(probe: Probe, x: Tensor, y: Tensor, threat: Threat, rows: Tensor, nu
 
 
 def shown_examples(probe: Probe, x: Tensor, y: Tensor, threat: Threat, names: Sequence[str]) -> list[Example]:
-    """The difference is magnified so that eps is the whole range."""
+    """The difference is magnified so that eps spans the whole range."""
     points = _attack(probe, x, y, threat, torch.arange(len(y)), RADII)
     changes = points - x
     scale = threat.eps if threat.norm == "linf" else float(changes.abs().max().clamp(min=1e-12))
@@ -148,9 +144,8 @@ def shown_examples(probe: Probe, x: Tensor, y: Tensor, threat: Threat, names: Se
 
 
 def loss_surface(probe: Probe, x: Tensor, y: Tensor, threat: Threat) -> tuple[list[list[float]], list[list[int]]]:
-    """Cross-entropy at x + a g + b r, clipped to [0, 1], and where the model is wrong: g is the attack's direction at
-    x, r a random one, both of length eps; a and b go from -1 to 1. Where single steps mislead, the loss is low at a = 1
-    and high before it."""
+    """Cross-entropy at clip(x + a g + b r, 0, 1), and where the model misclassifies. g is the attack direction at x, r
+    a random one, both of length eps; a and b are in [-1, 1]. If FGSM overshoots, the loss peaks before a = 1."""
     gradient, _logits = probe.gradient(x, y)
     noise = torch.randn(x.shape, generator=generator(0, "portrait direction")).to(x)
     toward, beside = (threat.eps * threat.steepest(direction) for direction in (gradient, noise))

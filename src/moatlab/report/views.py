@@ -1,6 +1,7 @@
-"""What a page shows of a run, read from its folder. A file that is missing or damaged is named, the rest is shown."""
+"""The runs of a page, read from their folders. Missing or damaged files are listed, the rest is shown."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -46,8 +47,7 @@ class RunView:
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """On test images, by attack: of the quick look at the end of training, then of the cards, which count more, the
-        one of more images last."""
+        """Test accuracy by attack. Cards override the measurement at the end of training, larger cards smaller ones."""
         final = self.record.final if self.record else None
         found = {name: final[name] for name in WATCHED} if final else {}
         for card in sorted(self.cards, key=lambda card: card.data.images):
@@ -64,14 +64,14 @@ class RunView:
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
-    """Run folders, and those inside folders of runs."""
+    """The run folders among `paths`, and those one level below."""
     found = []
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path} is not a folder; name run folders, such as runs/moat-2_mini_s0")
         inside = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and is_run(folder)]
         if not is_run(path) and not inside:
-            raise UserError(f"{path} holds no run")
+            raise UserError(f"{path} contains no run")
         found += [path] if is_run(path) else inside
     return list(dict.fromkeys(found))
 
@@ -81,14 +81,14 @@ def is_run(folder: Path) -> bool:
 
 
 def gather(folders: list[Path], *, data_dir: Path | None, trust_model_code: bool) -> list[RunView]:
-    images = cache(load_images)  # runs share theirs
+    """Read the runs. The label of a run is its method; if that is not unique, its folder's name or path."""
+    images = cache(load_images)  # shared by the runs
     views = [_view(folder, images, data_dir, trust_model_code) for folder in folders]
     methods = [view.method for view in views]
     names = [view.folder.resolve().name for view in views]
-    for view, name in zip(views, names, strict=True):
-        view.label = view.method
-        if methods.count(view.method) > 1:
-            view.label = name if names.count(name) == 1 else str(view.folder)
+    for view, method, name in zip(views, methods, names, strict=True):
+        folder = name if names.count(name) == 1 else str(view.folder)
+        view.label = method if methods.count(method) == 1 else folder
     return views
 
 
@@ -102,10 +102,9 @@ def _view(folder: Path, images: ReadImages, data_dir: Path | None, trust_model_c
     for path in (folder / RunFile.CARD, folder / RunFile.AA_CARD):
         if path.exists() and (card := _read(view, partial(_read_card, path, identity, view.recipe))):
             view.cards.append(card)
-    if identity and view.record and view.record.status == "finished":  # or it is still changing
-        view.portrait = _known_portrait(folder / RunFile.PORTRAIT, identity["weights"])
-        if view.portrait is None:
-            view.portrait = _read(view, lambda: _draw(view, images, data_dir, trust_model_code))
+    if identity and view.record and view.record.status == "finished":  # not while it may still change
+        weights = identity["weights"]
+        view.portrait = _read(view, lambda: _portrait(view, weights, images, data_dir, trust_model_code))
     return view
 
 
@@ -119,54 +118,50 @@ def _read(view: RunView, read: Callable[[], T]) -> T | None:
 
 def _read_record(run: RunFolder) -> RunRecord:
     record = run.read_record()
-    final = {*WATCHED, "images"} <= (record.final or {"images": 0}).keys()
-    if "passes" not in record.counted or (record.final and not final):
-        raise UserError(f"{run.record} is damaged: it lacks what a run writes")
+    if "passes" not in record.counted or (record.final and not {*WATCHED, "images"} <= record.final.keys()):
+        raise UserError(f"{run.record} is damaged: it lacks passes or final accuracies")
     return record
 
 
 def _read_metrics(run: RunFolder, record: RunRecord | None) -> list[dict[str, Any]]:
     metrics = run.read_metrics()
     if record and record.status == "finished" and record.metrics != run.metrics_sha256:
-        raise UserError(f"{run.metrics} is damaged, or was changed after the run")
+        raise UserError(f"{run.metrics} is damaged or was changed after the run")
     return metrics
 
 
 def _identity(folder: Path) -> dict[str, str]:
-    """The checksum of the model's file, what builds it, and the checksum of its data, as cards and portraits name them.
-    No code is run for it."""
+    """The checksums of the model and its data, and the model's factory; read without running code."""
     description = read_weights(folder)[1]
     names = {"weights": "sha256", "factory": "model", "data": "data_sha256"}
     if not all(description.get(name) for name in names.values()):
-        raise UserError(f"the model in {folder} was not written by a run of moatlab")
+        raise UserError(f"the model in {folder} was not written by moatlab")
     return {name: str(description[key]) for name, key in names.items()}
 
 
 def _read_card(path: Path, identity: dict[str, str] | None, recipe: Recipe | None) -> Card:
-    """A card whose numbers may be shown beside those of other runs: of this very model, on its own test images, under
-    the run's own threat, in fp32."""
+    """A card that can be compared with other runs: of this model, on its test images, at its threat, in fp32."""
     card = Card.read(path)
     if identity is None:
-        raise UserError(f"{path} is left out: it is not known whether it is of this run's model")
+        raise UserError(f"{path} is left out: it may be of another model")
     threat = recipe.threat if recipe else card.settings.threat
     if reason := card.mismatch(threat=threat, **identity):
         raise UserError(f"{path} is left out: {reason}; evaluate the run again")
     return card
 
 
-def _known_portrait(path: Path, weights: str) -> Portrait | None:
-    try:
-        portrait = Portrait(**read_json(path))
-    except (UserError, ValidationError, TypeError):
-        return None
-    return portrait if portrait.weights == weights else None
-
-
-def _draw(view: RunView, images: ReadImages, data_dir: Path | None, trust_model_code: bool) -> Portrait:
+def _portrait(
+    view: RunView, weights: str, images: ReadImages, data_dir: Path | None, trust_model_code: bool
+) -> Portrait:
+    """As cached in the run folder, or drawn again if that is missing, damaged or of other weights."""
+    path = view.folder / RunFile.PORTRAIT
+    with suppress(UserError, ValidationError, TypeError):
+        if (portrait := Portrait(**read_json(path))).weights == weights:
+            return portrait
     target = load_target(view.folder, data_dir=data_dir, trust_model_code=trust_model_code, read_images=images)
-    with users_code(f"the model in {view.folder} can't be attacked"):
+    with users_code(f"the model in {view.folder} could not be attacked"):
         portrait = draw_portrait(target)
-    view.portrait_is_new, path = True, view.folder / RunFile.PORTRAIT
+    view.portrait_is_new = True
     remove_leftovers(path)
     try:
         write_json(path, portrait.model_dump(by_alias=True))
