@@ -1,11 +1,11 @@
-"""How often does single-step training collapse on `mini`, by a loop that shares no code with ours?
+"""How often single-step training collapses on `mini`, measured with an independent training loop.
 
     python benchmarks/collapse.py [--seeds 6] [--methods fgsm fast]      about ten minutes for six seeds of one method
 
-The setting is that of the preset `mini`. The network, the attack, the training and the measuring are written out here
-once more, the plain way: contiguous tensors, PyTorch's own SGD, its global generator. Only the images and the
-definition of a collapse are moatlab's. Seeds draw otherwise than those of `moat train`: what compares is how many of
-them collapse. Runs take one thread each, two at a time. Writes docs/results/collapse.json.
+The setting is the preset `mini`. Network, attack, training and measurement are reimplemented with contiguous tensors,
+PyTorch's SGD and its global generator. Only the images and the definition of a collapse come from moatlab. Random
+draws differ from those of `moat train`, so compare how many seeds collapse, not single seeds. Two runs at a time, one
+thread each. Writes docs/results/collapse.json.
 """
 
 from __future__ import annotations

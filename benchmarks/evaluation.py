@@ -1,11 +1,10 @@
-"""Evaluation against its peers, side by side in one run: the same model, images and radius, verdicts compared.
+"""Speed and verdicts of our evaluation and of other libraries, on the same model, images and radius.
 
-PGD-50-10 against torchattacks, adv-lib and foolbox, AutoAttack against pyautoattack (the reference): on a robust and on
-a collapsed model of the demo, and on the CIFAR-10 ResNet-18 that comes with pyautoattack. Each side has a process of
-its own; they take turns, and the medians are compared. Peers get the model as they would from a user: contiguous, in
-eval mode. Ours is what `moatlab.evaluate` records for the attack, plain accuracy included and red flags (which peers do
-not look for) apart. Only ours keeps freed memory (`environment.keep_freed_memory`): that is part of what it does.
-`--keep-for-all` gives it to the peers too.
+PGD-50-10 is compared with torchattacks, adv-lib and foolbox, AutoAttack with pyautoattack (the reference), on a robust
+and a collapsed model of the demo and on the CIFAR-10 ResNet-18 included in pyautoattack. Each library runs in its own
+process; they take turns, and medians are compared. Peers get a contiguous model in eval mode, as from a user. Ours is
+the time that `moatlab.evaluate` records for clean accuracy and the attack, without red flags, which peers do not check.
+Only ours keeps freed memory (`environment.keep_freed_memory`), as the command does; with `--keep-for-all` peers do too.
 
     make demo && make bench-setup
     python benchmarks/evaluation.py [--runs runs/demo_s0] [--images 500] [--repeats 2] [--only pgd aa resnet]
@@ -52,7 +51,7 @@ def resnet18() -> tuple[nn.Module, Tensor, Tensor, float]:
 
 
 def side(name: str, keep: bool, problem: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
-    """One side's process: at each request it runs once, and answers with its seconds and who stands."""
+    """The process of one library: runs once per request, and answers with seconds and the robust images."""
     if keep:
         keep_freed_memory()
     model, x, y, eps = problem(*arguments)
@@ -60,14 +59,14 @@ def side(name: str, keep: bool, problem: Callable[..., Any], arguments: tuple[An
         if name in OURS.values():
             result = moatlab.evaluate(model, x, y, attacks=[name], eps=eps)
             seconds = result.cost["clean"].seconds + result.cost[name].seconds
-            stands = result.robust[name]
+            robust = result.robust[name]
         else:
             begun = time.perf_counter()
             z = PEERS[name](model, x, y, eps)
             seconds = time.perf_counter() - begun
             with torch.no_grad():
-                stands = torch.cat([model(part).argmax(1) for part in z.split(BATCH)]) == y
-        pipe.send((seconds, stands.tolist()))
+                robust = torch.cat([model(part).argmax(1) for part in z.split(BATCH)]) == y
+        pipe.send((seconds, robust.tolist()))
 
 
 def in_batches(attack: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -82,7 +81,7 @@ def by_torchattacks(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tenso
 
 
 def by_adv_lib(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
-    for name in ("torchvision", "visdom"):  # imported by parts of it that are not used here
+    for name in ("torchvision", "visdom"):  # imported by modules of adv_lib that are not used here
         sys.modules.setdefault(name, types.ModuleType(name))
     sys.modules["torchvision"].models = None  # type: ignore[attr-defined]
     sys.modules["visdom"].Visdom = None  # type: ignore[attr-defined]
@@ -118,7 +117,7 @@ def compare(
     title: str, attack: str, problem: Callable[..., Any], arguments: tuple[Any, ...], bound: float, repeats: int,
     keep_for_all: bool, without: list[str],
 ) -> bool:  # fmt: skip
-    """Whether the bounds hold. What was measured is written down."""
+    """Measure, record the row, and return whether the bounds are met."""
     peers = ["torchattacks", "adv_lib", "foolbox"] if attack == "pgd" else ["pyautoattack"]
     peers = [peer for peer in peers if peer not in without and installed(peer)]
     if not peers:
@@ -126,28 +125,28 @@ def compare(
     ours = OURS[attack]
     pipes = {name: start(side, name, keep_for_all, problem, arguments) for name in [*peers, ours]}
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
-    stand: dict[str, Tensor] = {}
+    robust: dict[str, Tensor] = {}
     for round_ in range(repeats):
         for name, pipe in pipes.items():
             if round_ and seconds[name][0] > 3 * min(seconds[peer][0] for peer in peers):
-                continue  # it won't be the fastest
-            taken, stands = ask(pipe, True)
+                continue  # too slow to be the fastest
+            taken, verdicts = ask(pipe, True)
             seconds[name].append(taken)
-            stand[name] = torch.tensor(stands)
-            tell(f"  {title}: {name} {taken:.1f} s, {100 * stand[name].float().mean():.1f} %")
+            robust[name] = torch.tensor(verdicts)
+            tell(f"  {title}: {name} {taken:.1f} s, {100 * robust[name].float().mean():.1f} %")
     for pipe in pipes.values():
         pipe.send(False)
     median = {name: statistics.median(times) for name, times in seconds.items()}
-    percent = {name: 100 * which.float().mean().item() for name, which in stand.items()}
+    percent = {name: 100 * which.float().mean().item() for name, which in robust.items()}
     fastest = min(peers, key=lambda name: median[name])
     ratio = median[fastest] / median[ours]
     excess = percent[ours] - min(percent[name] for name in peers)
-    agree = 100 * (stand[ours] == stand[fastest]).float().mean().item()
+    agree = 100 * (robust[ours] == robust[fastest]).float().mean().item()
     print(f"{title:<34}{ratio:6.2f} times {fastest} (bound {bound:g}); robust {percent[ours]:.1f} %, "
           f"{excess:+.1f} points; {agree:.1f} % of verdicts agree", flush=True)  # fmt: skip
     passes = ratio >= bound and excess <= 0.2 + 1e-6
     row = {
-        "what": title, "attack": ours, "images": len(stand[ours]), "seconds": seconds, "robust_percent": percent,
+        "what": title, "attack": ours, "images": len(robust[ours]), "seconds": seconds, "robust_percent": percent,
         "fastest_peer": fastest, "ratio": ratio, "bound": bound, "excess_points": excess,
         "verdicts_agree_percent": agree, "passes": passes,
     }  # fmt: skip
@@ -164,7 +163,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=["pgd", "aa", "resnet"], default=["pgd", "aa", "resnet"])
     parser.add_argument("--without", nargs="*", default=[], choices=list(PEERS), help="peers to leave out")
-    parser.add_argument("--keep-for-all", action="store_true", help="freed memory is kept for the peers too")
+    parser.add_argument("--keep-for-all", action="store_true", help="keep freed memory for the peers too")
     options = parser.parse_args()
     how = (options.repeats, options.keep_for_all, options.without)
     robust, collapsed = ((options.runs, name, options.images) for name in ("moat-2", "fgsm"))

@@ -1,8 +1,8 @@
-"""Does the monitor see every collapse, and nothing else? Whole runs on `mini`, their checks replayed one by one.
+"""Missed and false alarms of the monitor: whole runs on `mini`, their checks replayed one by one.
 
     python benchmarks/monitor.py                  trains what is not in build/monitor yet (about two hours on two cores)
 
-Writes docs/results/monitor.json. Runs take one thread each, two at a time.
+Two runs at a time, one thread each. Writes docs/results/monitor.json.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def one(job: tuple[Path, str, int, str]) -> dict[str, Any]:
 
 
 def replay(lines: list[dict[str, Any]], method: str) -> dict[str, Any]:
-    """What the monitor says at each comparable check, knowing only those before it."""
+    """The monitor's verdict at each comparable check, given only the checks up to it."""
     checks = [line for line in lines if parse_method(method).ends_cycle(line["epoch"] - 1)]
     verdicts = [judge(checks[: number + 1]) for number in range(len(checks))]
     collapse = collapsed_at([(check["epoch"], check["pgd7"]) for check in checks])
@@ -73,7 +73,7 @@ def replay(lines: list[dict[str, Any]], method: str) -> dict[str, Any]:
         if alarmed:
             alarmed_at.append(check["epoch"])
     late = None
-    if collapse:  # how many checks after its beginning the alarm is on, and stays on
+    if collapse:  # checks from the start of the collapse until the alarm is on
         since = [check["epoch"] for check in checks if check["epoch"] >= collapse]
         late = next((number for number, epoch in enumerate(since) if epoch in alarmed_at), None)
     return {"collapsed_at": collapse, "alarms": alarms, "checks_late": late}

@@ -1,9 +1,9 @@
-"""Our verdicts against those of the reference AutoAttack (the package `pyautoattack`), attack by attack.
+"""Compare our verdicts with those of the reference AutoAttack (the package `pyautoattack`), attack by attack.
 
-500 test images of mini, three seeds, L-inf and L2; the model is the small robust one in tests/fixtures. Then models
-whose robustness is only seeming, each with the red flag that must be raised: logits times 10,000, an input rounded to 8
-levels, and the collapsed FGSM model in tests/fixtures. Nothing is timed here, so cells run side by side, a thread each.
-Finished cells are kept in build/parity: a run that was stopped goes on.
+500 test images of mini, three seeds, L-inf and L2, on the small robust model in tests/fixtures. Then three models that
+only seem robust, each with the red flag that must be raised: logits times 10,000, inputs rounded to 8 levels, and the
+collapsed FGSM model in tests/fixtures. Nothing is timed, so cells run in parallel, one thread each. Finished cells are
+kept in build/parity; a stopped run resumes.
 
     make parity        or: python benchmarks/parity.py [--images 500] [--seeds 3]
 """
@@ -25,7 +25,7 @@ CELLS = ROOT / "build" / "parity"
 OUT = ROOT / "docs" / "results" / "parity.json"
 EPS = {"linf": "16/255", "l2": "128/255"}
 ATTACKS = ("apgd-ce", "apgd-t", "fab-t", "square", "aa")
-# model -> the flags of which at least one must be raised
+# model -> flags, at least one of which must be raised
 PLANTED = {
     "scaled": {"zero-gradients"},
     "quantised": {"square-beats-gradients", "zero-gradients"},
@@ -70,7 +70,7 @@ def load_model(name: str) -> Any:
 
 
 def cells(images: int, seeds: int) -> list[Cell]:
-    """The dear ones first. FAB draws nothing, so one seed is all it has."""
+    """The slowest cells first. FAB is deterministic, so it has one seed."""
     order = sorted(ATTACKS, key=lambda attack: ("aa", "square", "fab-t", "apgd-t", "apgd-ce").index(attack))
     planted = [Cell(side, "linf", "aa", 0, images, model) for model in PLANTED for side in ("reference", "ours")]
     return planted + [
@@ -83,7 +83,7 @@ def cells(images: int, seeds: int) -> list[Cell]:
 
 
 def run(cell: Cell) -> None:
-    """Which images stand, and whether each example that was found holds: in the ball, in [0, 1], misclassified."""
+    """Store which images are robust, and whether each example found is in the ball, in [0, 1] and misclassified."""
     import torch
 
     torch.set_num_threads(1)
@@ -114,7 +114,7 @@ def run(cell: Cell) -> None:
         )
         norm = {"linf": "Linf", "l2": "L2"}[cell.norm]
         reference = AutoAttack(model, eps=eps, norm=norm, seed=cell.seed, **version)
-        if cell.attack != "aa":  # as the standard version sets them
+        if cell.attack != "aa":  # as in the standard version
             reference.apgd.n_restarts = reference.fab.n_restarts = 1
         z, _ = reference.run_standard_evaluation(x, y, batch_size=250)
         with torch.no_grad():

@@ -1,9 +1,9 @@
-"""How cost grows: the time of an epoch with K, memory with K and the data, evaluation with the examples that stand.
+"""How cost scales: epoch time with K, memory with K and data set size, evaluation time with robust images.
 
     python benchmarks/scaling.py        (a few minutes; writes docs/results/speed.json and scaling.png)
 
-Epochs are steps of `moat train pgd:K` on mini, all K in turns. Evaluation is Auto-PGD and 500 queries of Square on
-images that stand to the end, so that nobody leaves. Lines are fitted by least squares.
+Epoch times come from steps of `moat train pgd:K` on mini, all K in turns. Evaluation is Auto-PGD and 500 queries of
+Square on images that stay robust, so that none leaves the active set. Lines are fitted by least squares.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def fit(x: Numbers, y: Numbers) -> dict[str, float]:
 
 
 def epochs_against_k(repeats: int = 15) -> dict[str, Any]:
-    """Steps of pgd:1 ... pgd:8 in turns, and the attack step that the slope should be."""
+    """Time steps of pgd:1 ... pgd:8 in turns, and an attack step, which the slope should equal."""
     keep_freed_memory()
     recipe = make_recipe(" | ".join(f"pgd:{k}" for k in KS), epochs=len(KS))
     session = Session(recipe, CPU, moatlab.load_images(recipe.data))
@@ -59,7 +59,7 @@ def epochs_against_k(repeats: int = 15) -> dict[str, Any]:
     memory = {}
     with tempfile.TemporaryDirectory() as folder:
         run = Trainer(session, RunFolder(Path(folder)))
-        for k in KS:  # memory first: what was at most in use can only grow
+        for k in KS:  # memory first, in order of K: the peak can only grow
             timed_step(run, k, 0)
             memory[k] = peak_memory(CPU)
         for repeat in range(repeats):
@@ -70,7 +70,7 @@ def epochs_against_k(repeats: int = 15) -> dict[str, Any]:
     epoch = [session.steps_per_epoch * statistics.median(seconds[k]) for k in KS]
     line = fit(list(KS), epoch)
     attack_epoch = session.steps_per_epoch * statistics.median(attack)
-    print(f"epoch time in K: {line['slope']:.2f} s for each step, R^2 {line['r2']:.4f}; an attack step by itself takes "
+    print(f"epoch time in K: {line['slope']:.2f} s for each step, R^2 {line['r2']:.4f}; an attack step alone takes "
           f"{attack_epoch:.2f} s an epoch; memory {memory[1]:.3f} GiB at K = 1, {memory[8]:.3f} at K = 8")  # fmt: skip
     return {"k": list(KS), "epoch_seconds": epoch, "fit": line, "attack_step_epoch_seconds": attack_epoch,
             "peak_gib": list(memory.values())}  # fmt: skip
@@ -89,7 +89,7 @@ def timed_step(run: Trainer, k: int, number: int) -> float:
 
 
 def memory_side(name: str, pipe: Connection) -> None:
-    """Its name is a number of images: random bytes, of which a few steps are taken."""
+    """Peak memory of a few steps on random images; `name` is their number."""
     keep_freed_memory()
     session = Session(make_recipe("pgd:2"), CPU, moatlab.load_images("mini"))
     pipe.recv()
@@ -115,15 +115,15 @@ def memory_against_data() -> list[dict[str, Any]]:
     return rows
 
 
-def evaluation_against_standing(repeats: int = 3) -> dict[str, Any]:
-    """Time on n images that stand to the end."""
+def evaluation_against_images(repeats: int = 3) -> dict[str, Any]:
+    """Time on n images that stay robust."""
     keep_freed_memory()
     model, data, eps = moatlab.load(FIXTURE), moatlab.load_images("mini"), 16 / 255
     x, y = as_floats(data.test_x), data.test_y
-    stands = moatlab.evaluate(model, x[:1000], y[:1000], attacks=["pgd50", "apgd-t"], eps=eps).robust
-    robust = (stands["pgd50"] & stands["apgd-t"]).nonzero().squeeze(1)
+    verdicts = moatlab.evaluate(model, x[:1000], y[:1000], attacks=["pgd50", "apgd-t"], eps=eps).robust
+    robust = (verdicts["pgd50"] & verdicts["apgd-t"]).nonzero().squeeze(1)
     counts = [count for count in (8, 16, 32, 64, 128, 256, 512) if count <= 4 * len(robust)]
-    rows = robust.repeat(4)  # few stand; the same image twice is as much work as two
+    rows = robust.repeat(4)  # few images are robust; a repeated image costs as much as another one
     attacks: dict[str, Callable[[Probe, int], object]] = {
         "apgd-ce": lambda probe, n: apgd(probe, x[rows[:n]], y[rows[:n]], eps=eps),
         "square": lambda probe, n: square(probe, x[rows[:n]], y[rows[:n]], eps=eps, queries=range(500)),
@@ -141,8 +141,8 @@ def evaluation_against_standing(repeats: int = 3) -> dict[str, Any]:
             median = [statistics.median(seconds[n]) for n in counts]
             line = fit(counts, median)
             result[name] = {"seconds": median, "fit": line}
-            each = f"{1000 * line['slope']:.1f} ms each and {line['intercept']:.2f} s"
-            print(f"{name} against standing examples: {each}, R^2 {line['r2']:.4f}")
+            each = f"{1000 * line['slope']:.1f} ms each plus {line['intercept']:.2f} s"
+            print(f"{name} against robust images: {each}, R^2 {line['r2']:.4f}")
     return result
 
 
@@ -163,7 +163,7 @@ def draw(epochs: dict[str, Any], evaluation: dict[str, Any]) -> None:
         what = {"apgd-ce": "Auto-PGD", "square": "Square, 500 queries"}[name]
         label = f"{what} (R² = {line['r2']:.4f})"
         right.plot(ends, line["intercept"] + line["slope"] * ends, color=colour, linewidth=1, label=label)
-    right.set_xlabel("examples that stand to the end")
+    right.set_xlabel("images that stay robust")
     right.set_ylabel("seconds")
     for axes in (left, right):
         axes.set_xlim(left=0)
@@ -176,7 +176,7 @@ def draw(epochs: dict[str, Any], evaluation: dict[str, Any]) -> None:
 
 def main() -> None:
     memory = memory_against_data()
-    epochs, evaluation = epochs_against_k(), evaluation_against_standing()
+    epochs, evaluation = epochs_against_k(), evaluation_against_images()
     record("scaling", {"epochs": epochs, "memory": memory, "evaluation": evaluation})
     draw(epochs, evaluation)
 

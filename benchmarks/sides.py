@@ -1,4 +1,4 @@
-"""What the benchmarks share: each side in a process of its own, taking turns; and one file of results."""
+"""Shared by the benchmarks: a process per library, taking turns, and the file of results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "speed.json
 
 
 def start(work: Callable[..., None], name: str, *arguments: Any) -> Connection:
-    """A process that runs work(name, *arguments, pipe): it answers requests until it hears None."""
+    """Start a process that runs work(name, *arguments, pipe) and answers requests until it gets None."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     spawn.Process(target=work, args=(name, *arguments, there), daemon=True).start()
@@ -34,7 +34,7 @@ def ask(pipe: Connection, request: Any) -> Any:
 def installed(package: str) -> bool:
     if importlib.util.find_spec(package):
         return True
-    tell(f"{package} is not installed and is left out; `make bench-setup` installs it")
+    tell(f"{package} is not installed and is skipped; install it with make bench-setup")
     return False
 
 
@@ -42,7 +42,7 @@ def has_cifar10() -> bool:
     try:
         moatlab.load_images("cifar10")
     except moatlab.UserError as error:
-        tell(f"CIFAR-10 is not here, and what needs it is left out ({error})")
+        tell(f"CIFAR-10 is not available; skipping what needs it ({error})")
         return False
     return True
 
@@ -53,7 +53,7 @@ def recorded(part: str) -> Any:
 
 
 def record(part: str, content: Any) -> None:
-    """Put what was measured into docs/results/speed.json, beside the other parts, with the machine it was made on."""
+    """Write a part of docs/results/speed.json, with the environment it was measured in."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results[part] = {"measured": content, "environment": describe_environment()}
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
@@ -63,5 +63,5 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":  # what `moat bench` wrote joins the other results: python benchmarks/sides.py bench.json
+if __name__ == "__main__":  # add the output of `moat bench`: python benchmarks/sides.py bench.json
     record("bench", json.loads(Path(sys.argv[1]).read_text()))

@@ -1,15 +1,15 @@
-"""Training against its peers, side by side in one run: the same model, batches and steps.
+"""Training speed of moatlab and of other code, on the same model, batches and steps.
 
-    public loop    what fast_adversarial and most public code do, written out: contiguous tensors, the attack by
-                   `loss.backward()` (which computes every weight gradient and throws it away), plain SGD, the loss and
-                   the accuracy of each step fetched. It is given our batches, so that loading costs it as little.
-    torchattacks   the same loop, its examples made by torchattacks' PGD and FFGSM
-    ART            the fast trainer of the adversarial-robustness-toolbox, through its own `fit`, a batch at a time; it
-                   sets its own learning rate, which for a single batch is zero, and does all the work nevertheless
+    public loop    a loop like fast_adversarial and most public code: contiguous tensors, attacks with
+                   `loss.backward()` (which also computes weight gradients and discards them), plain SGD, loss and
+                   accuracy fetched at each step. It uses our batches, so loading costs it as little.
+    torchattacks   the same loop with examples from torchattacks' PGD and FFGSM
+    ART            the fast trainer of the adversarial-robustness-toolbox, through its `fit`, a batch at a time; its
+                   learning rate schedule is zero for a single batch, but it does all the work
 
-Ours is `moat train`, step by step: batches, draws, counting and all. Each side has a process of its own; they take
-turns. Medians of steps are compared, and on mini the sums over whole runs. Only ours keeps freed memory
-(`environment.keep_freed_memory`): that is part of what it does. `--keep-for-all` gives it to the peers too.
+Ours is the step of `moat train`, with batches, draws and counting. Each runs in its own process; they take turns.
+Medians of steps are compared, and on mini the sums over whole runs. Only ours keeps freed memory
+(`environment.keep_freed_memory`), as the command does; with `--keep-for-all` the peers do too.
 
     make bench-setup && python benchmarks/training.py [--part paper mini] [--rounds 3] [--keep-for-all]
 """
@@ -43,7 +43,7 @@ from moatlab.training.schedules import SCHEDULES
 from moatlab.training.setup import Session
 from moatlab.training.trainer import Trainer
 
-# The stages that one step is taken of. K = 5 is the mean of 2, 5 and 8, and the cost is linear in K.
+# Method -> stages to time, one step each. K = 5 is the mean of 2, 5 and 8; cost is linear in K.
 METHODS = {"fgsm": ["fgsm"], "pgd:7": ["pgd:7"], "imoat:2,5,8": ["mixup", "fast", "pgd:5"], "fast": ["fast"]}
 STAGES = ["fgsm", "pgd:7", "mixup", "fast", "pgd:5"]
 PEERS = {
@@ -58,7 +58,7 @@ BOUNDS = {
 
 
 def side(name: str, recipe: Recipe, keep: bool, pipe: Connection) -> None:
-    """One side's process: numbers of steps are answered with seconds and the mean loss, "test" with accuracies."""
+    """The process of one library: answers step numbers with seconds and mean loss, "test" with accuracies."""
     torch.set_num_threads(distributed.threads())
     if keep or name == "ours":
         keep_freed_memory()
@@ -124,7 +124,7 @@ def plain_steps(session: Session, *, by_torchattacks: bool = False) -> Steps:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """As most public code would have it: contiguous, and PyTorch's own convolutions."""
+    """The model as in most public code: contiguous, with PyTorch's own convolutions."""
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     for module in model.modules():
         if isinstance(module, Conv2d):
@@ -133,7 +133,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def public_examples(model: nn.Module, x: Tensor, y: Tensor, stage: Stage, eps: float) -> Tensor:
-    """A perturbation that takes gradients, a full backward pass for each of its steps."""
+    """FGSM, Fast or PGD on a perturbation tensor, with a full backward pass per step."""
     steps = int(stage.value or 1)
     size = {"fgsm": eps, "fast": 1.25 * eps}.get(stage.name) or max(eps / 4, eps / steps)
     delta = torch.zeros_like(x)
@@ -168,8 +168,8 @@ def mix(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
 
 
 def art_steps(session: Session) -> Steps:
-    """Its trainer draws, clips gradients and sets the rate as it likes. As shipped it also leaves the model in eval
-    mode for its updates; here it is told to attack in train mode, as the others do, which keeps the model there."""
+    """ART's trainer has its own draws, gradient clipping and learning rate. By default it leaves the model in eval mode
+    for its updates; `training_mode=True` keeps it in train mode, as the others do."""
     from art.defences.trainer import AdversarialTrainerFBFPyTorch
     from art.estimators.classification import PyTorchClassifier
 
@@ -189,7 +189,7 @@ def art_steps(session: Session) -> Steps:
         x = torch.cat([x for x, _ in batches]).contiguous().numpy()
         y = torch.cat([y for _, y in batches]).numpy()
         trainer.fit(x, np.eye(classes, dtype=np.float32)[y], batch_size=session.recipe.batch_size, nb_epochs=1)
-        return float("nan")  # it logs its losses, and returns none
+        return float("nan")  # ART logs its losses and returns none
 
     return take
 
@@ -202,14 +202,14 @@ PLAIN: dict[str, Callable[[Session], Steps]] = {
 
 
 def paper_part(options: argparse.Namespace) -> dict[str, Any]:
-    """Steps of the paper's size, in turns."""
+    """Time steps at the paper's size, in turns."""
     recipe = make_recipe(" | ".join(STAGES), data="cifar10", epochs=len(STAGES), seed=0)
     peers = [name for name in PEERS if name == "public loop" or installed(name)]
     pipes = {name: start(side, name, recipe, options.keep_for_all) for name in ["ours", *peers]}
     per_epoch = 50_000 // recipe.batch_size
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in pipes}
     first_loss: dict[str, float] = {}
-    for round_ in range(-1, options.rounds):  # the first one warms up, and goes no further than fgsm and fast
+    for round_ in range(-1, options.rounds):  # the first round warms up, on fgsm and fast only
         for method, stages in METHODS.items():
             steps = [STAGES.index(stage) * per_epoch + round_ + 1 for stage in stages]
             sides = [name for name in pipes if name == "ours" or method in PEERS[name]]
@@ -218,7 +218,7 @@ def paper_part(options: argparse.Namespace) -> dict[str, Any]:
                 if round_ >= 0:
                     seconds[name].setdefault(method, []).append(taken)
                 elif method == "fgsm":
-                    first_loss[name] = loss  # same weights, same images: same work
+                    first_loss[name] = loss  # should be equal: same weights, same images
                 tell(f"  round {round_ + 1} of {options.rounds}: {method}, {name}: {taken:.1f} s, loss {loss:.3f}")
     for pipe in pipes.values():
         pipe.send(None)
@@ -238,7 +238,7 @@ def paper_part(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def mini_part(options: argparse.Namespace) -> dict[str, Any]:
-    """Whole moat:2 runs on mini, an epoch of one and an epoch of the other in turns; then both are tested."""
+    """Whole moat:2 runs on mini, alternating epoch by epoch; then both models are tested."""
     recipe = make_recipe("moat:2", seed=0)
     pipes = {name: start(side, name, recipe, options.keep_for_all) for name in ("ours", "public loop")}
     per_epoch = (len(moatlab.load_images("mini").train_y) - recipe.holdout) // recipe.batch_size
@@ -264,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", nargs="*", choices=["paper", "mini"], default=["paper", "mini"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--keep-for-all", action="store_true", help="freed memory is kept for the peers too")
+    parser.add_argument("--keep-for-all", action="store_true", help="keep freed memory for the peers too")
     options = parser.parse_args()
     kept = " (freed memory kept for all)" if options.keep_for_all else ""
     if "paper" in options.part and has_cifar10():
