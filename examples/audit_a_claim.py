@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Audit a robustness claim
 #
-# Somebody claims a defence that needs no adversarial training: round each pixel to a few levels before the network sees
-# it, and small perturbations are rounded away. PGD finds next to nothing, they say. Is it true? Three minutes on two
-# cores.
+# A defence that needs no adversarial training: round each pixel to a few levels before the network sees it, so that
+# small perturbations are rounded away. Its authors report that PGD finds almost nothing. Is that true? Three minutes on
+# two cores.
 
 # %%
 import torch
@@ -19,7 +19,7 @@ plain = moatlab.train("preact_resnet18", "mini", method="standard", epochs=6, ou
 
 
 class Rounded(nn.Module):
-    """The planted defence: eight levels for each channel, then the network."""
+    """The claimed defence: eight levels per channel, then the network."""
 
     def __init__(self, network):
         super().__init__()
@@ -35,7 +35,7 @@ defended = Rounded(plain).eval()
 # %% [markdown]
 # ## The claim
 #
-# The attack of many papers: PGD without a random start, and the last point counts.
+# The attack of many papers: PGD without a random start, judged by its last point.
 
 
 # %%
@@ -50,7 +50,7 @@ print("defended:    clean", accuracy(defended, x), "  PGD-20",
       accuracy(defended, pgd(defended, x, y, eps=EPS, step_size=EPS / 4, steps=20)))  # fmt: skip
 
 # %% [markdown]
-# Splendid: nothing lost at all. And that is the first thing that should make us suspicious.
+# Nothing is lost at all, which is itself suspicious.
 #
 # ## The audit
 
@@ -62,13 +62,14 @@ for flag in result.flags:
     print(f"\nRED FLAG {flag.name}\n  {flag.evidence}\n  {flag.meaning}")
 
 # %% [markdown]
-# Rounding has a gradient of zero, so whatever follows gradients stands still. AutoAttack's last member, Square, asks
-# for no gradients, and finds what the others missed. The flags say so, and that what is left may still be too high.
+# Rounding has a gradient of zero, so gradient attacks do not move. Square, the last attack of AutoAttack, uses no
+# gradients and finds what the others missed. The red flags report this, and that the remaining accuracy may still be
+# too high.
 #
-# ## How high is the truth?
+# ## What is the true robustness?
 #
-# Attack the network behind the rounding, which has gradients, and show what was found to the whole defence (the idea
-# of BPDA; Athalye, Carlini and Wagner, 2018).
+# Attack the network behind the rounding, which has gradients, and test the examples on the whole defence (the idea of
+# BPDA; Athalye, Carlini and Wagner, 2018).
 
 # %%
 found = pgd(plain, x, y, eps=EPS, step_size=EPS / 4, steps=50)
@@ -76,5 +77,5 @@ assert (found - x).abs().max() <= EPS + 1e-6
 print("defended, attacked around the rounding:", accuracy(defended, found))
 
 # %% [markdown]
-# An attack that knows the defence leaves far less than the claim. No evaluation can promise to find such an attack by
-# itself: a card without flags is not a proof, and one with flags is a reason to look closer.
+# An attack that knows the defence leaves far less than claimed. No evaluation is guaranteed to find such an attack: a
+# card without flags is not a proof, and one with flags is a reason to look closer.

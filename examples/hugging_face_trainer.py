@@ -28,13 +28,13 @@ class Pictures(Dataset[dict[str, Tensor]]):
 
 
 class LogitsOf(nn.Module):
-    """Models of transformers take `pixel_values` by name; attacks want a module from images to logits."""
+    """Models of transformers take `pixel_values` by name; attacks need a module from images to logits."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Tensor:  # noqa: ARG002 (the Trainer asks)
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Tensor:  # noqa: ARG002 (required by Trainer)
         return self.network(pixel_values)
 
 

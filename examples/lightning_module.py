@@ -1,4 +1,4 @@
-"""MOAT in a Lightning module: the batch stage goes into `training_step`, the Trainer does the rest.
+"""MOAT in a Lightning module: the batch stage goes into `training_step`.
 
 pip install lightning
 python examples/lightning_module.py --epochs 6

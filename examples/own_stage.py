@@ -12,7 +12,7 @@ from moatlab.methods.language import Argument
 
 
 def noise(context, x, y, sigma):
-    """Images with Gaussian noise of sigma / 255. Draws come from the context's generator: same seed, same bits."""
+    """Images with Gaussian noise of sigma / 255. Drawn from the context's generator: same seed, same bits."""
     drawn = torch.randn(x.shape, generator=context.generator, device=x.device)
     return (x + sigma / 255 * drawn).clamp(0, 1), y
 

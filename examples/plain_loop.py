@@ -1,4 +1,4 @@
-"""MOAT in a PyTorch loop of your own: one line makes the batch that the epoch's stage trains on.
+"""MOAT in your own PyTorch loop: one line makes the training batch of the epoch's stage.
 
 python examples/plain_loop.py --epochs 6
 """

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Make your own classifier robust, on a budget
 #
-# You have a network, images and a budget: so many passes over your training set. What do you get for them? Here the
-# network is a small one of our own and the images are tensors, as yours may be. About eight minutes on two cores.
+# You have a network, images and a budget: a number of passes over your training set. How much robustness does it buy?
+# Here the network is a small custom one and the images are tensors. About eight minutes on two cores.
 
 # %%
 import matplotlib.pyplot as plt
@@ -11,7 +11,7 @@ from torch import nn
 
 import moatlab
 
-mini = moatlab.load_images("mini")  # in place of your own: bytes, (N, H, W, C), and labels
+mini = moatlab.load_images("mini")  # use your own here: bytes (N, H, W, C), and labels
 train, test = (mini.train_x, mini.train_y), (mini.test_x[:500], mini.test_y[:500])
 print(train[0].shape, train[0].dtype)
 
@@ -29,8 +29,8 @@ def network():
 # %% [markdown]
 # ## What does it cost?
 #
-# A pass is a forward and a backward over the training set. Every method says what it will cost before it runs, so the
-# budget decides the number of epochs. A cycle should end at its last stage: its epochs are a multiple of three.
+# A pass is one forward and one backward over the training set. The cost of a method is known before it runs, so the
+# budget sets the number of epochs. A cycle should end with its last stage: its epochs are a multiple of three.
 
 # %%
 BUDGET = 42
@@ -46,7 +46,7 @@ for spec in METHODS:
 # %% [markdown]
 # ## Train
 #
-# One call for each. Stopped, the same call goes on where it was (`resume=True`).
+# One call per method. If a run is stopped, the same call resumes it (`resume=True`).
 
 # %%
 runs = {
@@ -62,7 +62,7 @@ for spec, run in runs.items():
 # %% [markdown]
 # ## What did it buy?
 #
-# AutoAttack on the first 200 test images, at three radii. Radius 0 is plain accuracy.
+# AutoAttack on the first 200 test images, at three radii. Radius 0 is clean accuracy.
 
 # %%
 x, y = test[0][:200], test[1][:200]
@@ -77,10 +77,9 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# (`standard` may be told as collapsed above: it has no robustness to lose.) With 200 images and one seed, differences
-# of five points say little, and the three adversarial methods lie about that close here. What sets them apart is the
-# risk: `fast` collapses at some seeds and not at others, and its monitor is what tells you.
+# (`standard` may be reported as collapsed above: it has no robustness to lose.) With 200 images and one seed,
+# differences of five points mean little, and the three adversarial methods are about that close here. They differ in
+# risk: `fast` collapses with some seeds and not with others, and the monitor reports it.
 #
-# Each run left a folder with its model, recipe and metrics. It knows the network by its class only; where you want
-# `moat eval`, `moat report` or `moat export` later, put the network into a file and name it:
-# `moatlab.train("mynet:build", ...)`.
+# Each run folder has the model, recipe and metrics. It knows the network by its class only; to use `moat eval`, `moat
+# report` or `moat export` later, put the network into a file and name it: `moatlab.train("mynet:build", ...)`.

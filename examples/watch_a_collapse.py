@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Watch a model collapse, and heal it
 #
-# Single-step adversarial training is cheap, and it fails in a peculiar way: from one epoch to the next robustness is
-# gone, while the training numbers look splendid. Here a small network is trained on the embedded images with FGSM, we
-# look at what happened, and train it once more with a nurse at its side. Six to eight minutes on two cores.
+# Single-step adversarial training is cheap, but it can fail abruptly: from one epoch to the next robustness is gone,
+# while training accuracy looks excellent (catastrophic overfitting). Here a small network is trained with FGSM on the
+# embedded images, its collapse is plotted, and a second run is healed. Six to eight minutes on two cores.
 
 # %%
 import json
@@ -16,14 +16,14 @@ sick = moatlab.train("preact_resnet18", "mini", method="fgsm", epochs=21, out="r
 print(f"collapsed at epoch {sick.record.collapsed_at}; on the test images: {sick.record.final}")
 
 # %% [markdown]
-# After each epoch the monitor attacks images that the run does not train on: by one step (`fgsm`, what it was trained
-# against) and by seven small ones (`pgd7`). A robust model loses a little more to the seven. This one loses everything
-# to them, and at the same time becomes better and better against the one.
+# After each epoch the monitor attacks images that the run does not train on: with one step (`fgsm`, as in training) and
+# with seven small ones (`pgd7`). A robust model loses slightly more accuracy to seven steps. This one loses all of it,
+# while its accuracy against one step keeps rising.
 
 
 # %%
 def watched(run):
-    """What the monitor saw: one line of metrics.jsonl for each epoch."""
+    """The monitor's measurements: one line of metrics.jsonl per epoch."""
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -42,13 +42,13 @@ def draw(run, title):
 draw(sick, "fgsm")
 
 # %% [markdown]
-# The right-hand plot says why. Near 1, the loss is straight around an image, and one step along the gradient is as good
-# as several. Near 0 the gradient at the image says nothing about the gradient a little further on: the network
-# has bent its loss so that the single step ends in a hollow.
+# The right-hand plot shows why. Near 1, the loss is almost linear around an image, and one step along the gradient is
+# as good as several. Near 0, the gradient at the image does not predict the gradient nearby: the network has curved its
+# loss so that a single step ends where the loss is low.
 #
-# The monitor raises an alarm where both signs come together. By default it says so and goes on. With
-# `on_collapse="heal"` the next epochs are multi-step ones (`pgd:2`), until robustness is back; then single steps go on
-# (and after a second collapse, multi-step epochs to the end).
+# The monitor raises an alarm if both signs occur together. By default it prints a warning and training continues. With
+# `on_collapse="heal"` the next epochs are multi-step (`pgd:2`) until robustness is back; then single steps resume
+# (after a second collapse, all remaining epochs are multi-step).
 
 # %%
 healed = moatlab.train(
@@ -63,7 +63,7 @@ print(f"{healed.record.counted['passes']:g} passes, {extra:g} of them for healin
 draw(healed, "fgsm, healed")
 
 # %% [markdown]
-# PGD-7 is a quick look. What do the two hold against a thorough attack?
+# PGD-7 is a quick check. How robust are the two models to stronger attacks?
 
 # %%
 images = moatlab.load_images("mini")

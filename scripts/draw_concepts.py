@@ -1,4 +1,4 @@
-"""Draw the two pictures of docs/concepts.md: an attack on a real image, and what each epoch of some methods costs.
+"""Draw the two pictures of docs/concepts.md: an attack on real images, and the cost of each epoch of some methods.
 
 .venv/bin/python scripts/draw_concepts.py
 """
@@ -18,7 +18,7 @@ STAGE_COLOURS = {"mixup": COLOURS[2], "fast": COLOURS[4], "fgsm": COLOURS[4], "p
 
 
 def draw_attack(path: Path) -> None:
-    """Three test images of mini, what seven steps of PGD add to them, and the sums."""
+    """Three test images of mini, the PGD-7 perturbation, and the adversarial images."""
     model = moatlab.load(ROOT / "tests/fixtures/mini_moat2.safetensors")
     images = moatlab.load_images("mini")
     x, y = images.test_x.permute(0, 3, 1, 2) / 255, images.test_y
@@ -44,7 +44,7 @@ def draw_attack(path: Path) -> None:
 
 
 def draw_stages(path: Path, epochs: int = 21) -> None:
-    """The passes of every epoch, as the method language plans them."""
+    """The planned passes of each epoch."""
     methods = ["fgsm", "moat:2", "imoat:2,5,8", "pgd:7"]
     figure = Figure(figsize=(7, 5), layout="constrained")
     for place, spec in zip(figure.subplots(len(methods), 1, sharex=True, sharey=True), methods, strict=True):

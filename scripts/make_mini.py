@@ -1,6 +1,6 @@
-"""Makes the embedded `mini` data set from CIFAR-10: its first images, averaged 2x2 down to 16x16.
+"""Make the embedded `mini` data set from CIFAR-10: its first images, averaged 2x2 down to 16x16.
 
-`python scripts/make_mini.py` writes the two files, with `--check` it compares them with what is there.
+`python scripts/make_mini.py` writes the two files; with `--check` it only compares them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def make(x: Pixels, y: Labels, count: int) -> bytes:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--data-dir", help="where CIFAR-10 is; it is fetched when this is left out")
-    parser.add_argument("--check", action="store_true", help="write nothing, compare with the files in the package")
+    parser.add_argument("--data-dir", help="folder of CIFAR-10  [default: download it]")
+    parser.add_argument("--check", action="store_true", help="only compare with the files in the package")
     options = parser.parse_args()
 
     cifar10 = load_images("cifar10", options.data_dir)
@@ -48,7 +48,7 @@ def main() -> int:
         else:
             (MINI_FOLDER / name).write_bytes(content)
     if not same:
-        print("differs from the package's files", file=sys.stderr)
+        print("the files in the package differ", file=sys.stderr)
     return 0 if same else 1
 
 

@@ -1,6 +1,6 @@
-"""Run the examples that read like notebooks, and write what they say, print and draw to docs/examples.
+"""Run the notebook-style examples and write their text, code, output and plots to docs/examples.
 
-.venv/bin/python scripts/render_examples.py [NAME ...]        all of them if none is named; runs go to runs/
+.venv/bin/python scripts/render_examples.py [NAME ...]        default: all; runs are written to runs/
 """
 
 import contextlib
@@ -23,7 +23,7 @@ NAMES = ("watch_a_collapse", "robust_on_a_budget", "audit_a_claim")
 
 
 def cells(source: str) -> list[tuple[str, str]]:
-    """(kind, text) of each cell: `# %% [markdown]` begins a text in comments, `# %%` begins code."""
+    """(kind, text) of each cell: `# %% [markdown]` starts text in comments, `# %%` starts code."""
     pieces = re.split(r"^# %%( \[markdown\])?\n", source, flags=re.MULTILINE)[1:]
     return [
         ("text", re.sub(r"^# ?", "", text.strip(), flags=re.MULTILINE)) if mark else ("code", text.strip())
@@ -47,7 +47,7 @@ def render(name: str) -> None:
         for number in plt.get_fignums():
             pictures += 1
             plt.figure(number).savefig(PAGES / f"{name}_{pictures}.png", dpi=100)
-            page.append(f"![what this cell draws]({name}_{pictures}.png)")
+            page.append(f"![plot of the cell above]({name}_{pictures}.png)")
         plt.close("all")
     title, _, rest = page[0].partition("\n")
     note = (
