@@ -1,9 +1,9 @@
-# Two commands do everything, each from nothing:  make demo   make test
+# From a fresh clone:  make demo   make test
 PYTHON ?= python3
 SEED ?= 0
 BIN := .venv/bin
 READY := .venv/ready
-# What is imported is compiled once, and only that.
+# Cache bytecode, of imported modules only (pip runs with --no-compile).
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test docs test-browser soak parity bench bench-setup clean
@@ -11,9 +11,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(READY)
 
-# Made once, and anew when what it is made from changes.
+# Made again when pyproject.toml or constraints.txt changes.
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "moatlab needs Python 3.11 or newer; name one with: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "moatlab needs Python 3.11 or newer; choose one with: make PYTHON=python3.11"; exit 1; }
 	@echo "setting up .venv (PyTorch is large; this takes a minute or two)"
 	@$(PYTHON) -m venv --clear .venv
 	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
@@ -29,30 +29,30 @@ test: setup
 	$(BIN)/pytest --ignore tests/browser
 	$(BIN)/pytest tests/browser
 
-# The documentation as a site that works offline: build/site/index.html
+# Build the documentation as an offline site: build/site/index.html
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "the site is build/site/index.html"
 
-# The report and the site in headless Chromium, which must be there (Debian: apt install chromium). `make test` does this where it is.
+# Test the report and the site in headless Chromium (Debian: apt install chromium). `make test` skips this without Chromium.
 test-browser: setup
 	MOAT_BROWSER=required $(BIN)/pytest tests/browser
 
-# Faults in great numbers, written to docs/results/reliability.json; about an hour on two cores.
+# Many injected faults; writes docs/results/reliability.json; about an hour on two cores.
 soak: setup
 	PYTHONPATH=tests $(BIN)/python -m faults.soak
 
-# Verdicts against the reference AutoAttack, written to docs/results/parity.json; about an hour on two cores.
+# Compare verdicts with the reference AutoAttack; writes docs/results/parity.json; about an hour on two cores.
 parity: setup
 	$(BIN)/python benchmarks/parity.py
 
-# The libraries that the benchmarks compare with; one that can't be had is left out by them.
+# Install the libraries that the benchmarks compare with; unavailable ones are skipped.
 bench-setup: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers.txt || \
 	for peer in $$(grep -v '^#' benchmarks/peers.txt); do \
-	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps $$peer || echo "$$peer can't be had here"; done
+	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps $$peer || echo "$$peer is not available"; done
 
-# Everything in docs/results/speed.json, side by side with the peers; about an hour on two cores.
+# Measure everything in docs/results/speed.json; about an hour on two cores.
 bench: bench-setup demo
 	$(BIN)/moat bench && $(BIN)/python benchmarks/sides.py runs/bench/bench.json
 	$(BIN)/python benchmarks/training.py
