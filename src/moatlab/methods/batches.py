@@ -1,4 +1,4 @@
-"""A stage at work: the loss that it trains on, and its batch for a loop of your own."""
+"""The loss of a stage, its batch for a training loop of your own, and stages of your own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def stage_loss(stage: Stage, context: Context, x: Tensor, y: Tensor) -> Tensor:
-    """The loss that a stage trains on a batch."""
+    """The loss of a stage on a batch."""
     entry = STAGES[stage.name]
     if entry.kind == "loss":
         return cast("LossStage", entry.code)(context, x, y, stage.value)
@@ -41,24 +41,24 @@ def make_batch(
     bn_in_attack: str = "train",
     generator: torch.Generator | None = None,
 ) -> Batch:
-    """The images and targets that a batch stage trains on, for a loop of your own; the model is left as it was.
+    """The images and targets of a batch stage, for a training loop of your own. The model is not changed.
 
         stage = moatlab.parse_method("moat:2").stage_at(epoch, epochs)
         x, target = moatlab.make_batch(model, x, y, stage, eps="8/255", classes=10)
         loss = F.cross_entropy(model(x), target)
 
-    x is in [0, 1]. `eps` is a number or a text. `classes` is needed by stages that mix labels. Draws come from
-    `generator`, on the device of x, or else are seeded by PyTorch's global one.
+    x is in [0, 1]. `eps` is a number or text. Stages that mix labels need `classes`. Draws come from `generator`, on
+    the device of x; without one they are seeded from PyTorch's global generator.
     """
     stages = parse_method(stage).stages if isinstance(stage, str) else (stage,)
     if len(stages) > 1 or len(stages[0].values) > 1:
-        raise UserError(f"'{stage}' is not one stage; take parse_method('{stage}').stage_at(epoch, epochs)")
+        raise UserError(f"'{stage}' is not one stage; use parse_method('{stage}').stage_at(epoch, epochs)")
     (only,) = stages
     entry = STAGES[only.name]
     if entry.kind != "batch":
-        raise UserError(f"'{only}' has a loss of its own, and makes no batch; in a loop of yours take another stage")
+        raise UserError(f"'{only}' has a loss of its own and makes no batch; use a batch stage")
     if classes is None and entry.mixes_labels:
-        raise UserError(f"'{only}' mixes labels; say how many classes there are, as in classes=10")
+        raise UserError(f"'{only}' mixes labels; give the number of classes, as in classes=10")
     if generator is None:
         generator = torch.Generator(device=x.device).manual_seed(int(torch.randint(2**62, ())))
     context = Context(model, model, Threat.of(eps, norm), generator, classes or 0, bn_in_attack)
@@ -68,12 +68,12 @@ def make_batch(
 def add_stage(
     name: str, stage: BatchStage, *, forwards: int = 0, input_backwards: int = 0, argument: Argument | None = None
 ) -> None:
-    """A batch stage of your own, by name in the method language: `"mine | fast | pgd:2"`.
+    """Add a batch stage to the method language: `"mine | fast | pgd:2"`.
 
-    `stage(context, x, y, value)` returns images and targets. `forwards` and `input_backwards` are what it asks of the
-    model in a step; the trained pass comes on top, and a run checks the sum. `argument` says what may follow a colon.
+    `stage(context, x, y, value)` returns images and targets. `forwards` and `input_backwards` are its calls of the
+    model in a step, without the trained pass; a run checks them. `argument` describes the number after the colon.
     """
     known = STAGES.get(name)
     if not name.isidentifier() or name in ("moat", "imoat") or (known and known.code is not stage):
-        raise UserError(f"a stage can't be called '{name}': that is taken, or no plain name")
+        raise UserError(f"'{name}' can't name a stage: it is in use, or not an identifier")
     STAGES[name] = StageEntry(stage, lambda _: Cost(forwards + 1, input_backwards, 1), "your own", argument)

@@ -1,7 +1,7 @@
-"""What a stage is given beside its batch."""
+"""The model, threat and random draws that a stage works with."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +16,10 @@ from moatlab.runtime import distributed
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage may use beside its batch.
+    """The first argument of every stage.
 
-    Where several processes train together (`shared`), a batch is this process's part of the whole one. Draws are made
-    for the whole batch, and each takes its part of them, so that many processes draw what one would.
+    Where several processes train together (`shared`), x and y are this process's part of the batch. Draws are made for
+    the whole batch and sliced, so that they do not depend on the number of processes.
     """
 
     model: nn.Module  # the plain model, for attacks
@@ -32,25 +32,22 @@ class Context:
 
     @contextmanager
     def attacking(self, mode: str | None = None) -> Iterator[Probe]:
-        """A probe in the recipe's BatchNorm mode, or in this one; afterwards the model is in the mode it was in."""
-        if (mode or self.bn_in_attack) == "eval":
-            with evaluating(self.model):
-                yield Probe(self.model)
-        else:
+        """A probe with BatchNorm in `mode`, by default the recipe's; the model's own mode is restored afterwards."""
+        with evaluating(self.model) if (mode or self.bn_in_attack) == "eval" else nullcontext():
             yield Probe(self.model)
 
     def climb(self, start: Tensor, x: Tensor, y: Tensor, *, steps: int, step_size: float) -> Tensor:
-        """Projected gradient steps on the cross-entropy, from `start` (which is projected, too)."""
+        """Projected gradient steps on the cross-entropy, from `start` (which is projected too)."""
+        eps, norm = self.threat.eps, self.threat.norm
         with self.attacking() as probe:
-            threat = self.threat
-            return pgd(probe, x, y, eps=threat.eps, step_size=step_size, steps=steps, norm=threat.norm, start=start)
+            return pgd(probe, x, y, eps=eps, step_size=step_size, steps=steps, norm=norm, start=start)
 
     @property
     def eps(self) -> float:
         return self.threat.eps
 
     def noise(self, x: Tensor, radius: float | None = None) -> Tensor:
-        """Uniform in the ball, or in one of another radius, for each image of x."""
+        """Uniform noise in the ball, or in one of another radius, for each image of x."""
         ball = Threat(self.threat.norm, radius or self.eps)
         whole, mine = x, slice(None)
         if self.shared and distributed.count() > 1:
@@ -61,7 +58,7 @@ class Context:
         return ball.noise(whole, self.generator)[mine]
 
     def shuffled(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """lambda ~ U(0, 1), and what x and y are mixed with: a shuffle of the whole batch, that of all processes."""
+        """lambda ~ U(0, 1), and the images and labels to mix with: a shuffle over the batch of all processes."""
         weight = torch.rand((), generator=self.generator, device=x.device)
         whole_x, whole_y = (distributed.gathered(x), distributed.gathered(y)) if self.shared else (x, y)
         order = torch.randperm(len(whole_y), generator=self.generator, device=x.device)
@@ -74,5 +71,5 @@ class Context:
         return torch.lerp(others, labels, weight)
 
     def mean_count(self, count: Tensor) -> Tensor:
-        """A number of examples, as its mean over the processes that share the batch."""
+        """The mean of a count over the processes that share the batch."""
         return distributed.mean(count) if self.shared else count

@@ -1,14 +1,12 @@
-"""Cost is counted, not guessed: calls of the model, in four kinds."""
+"""The cost of training, counted as calls of the model in four kinds."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Self
-
-KINDS = ("forwards", "input_backwards", "weight_backwards", "double_backwards")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """How often the model is called, in four kinds; `passes` = all of them / 2 (one pass: forward and backward)."""
+    """Calls of the model, in four kinds. `passes` is half their sum: one pass is a forward and a backward."""
 
     forwards: int = 0
     input_backwards: int = 0
@@ -16,23 +14,26 @@ class Cost:
     double_backwards: int = 0
 
     @property
+    def kinds(self) -> tuple[int, ...]:
+        return astuple(self)
+
+    @property
     def passes(self) -> float:
-        return (self.forwards + self.input_backwards + self.weight_backwards + self.double_backwards) / 2
+        return sum(self.kinds) / 2
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(*(a + b for a, b in zip(self.kinds, other.kinds, strict=True)))
+        return type(self)(*map(sum, zip(self.kinds, other.kinds, strict=True)))
 
     def __mul__(self, times: int) -> Self:
         return type(self)(*(times * kind for kind in self.kinds))
 
-    @property
-    def kinds(self) -> tuple[int, int, int, int]:
-        return self.forwards, self.input_backwards, self.weight_backwards, self.double_backwards
-
     def as_dict(self, steps_per_epoch: int = 1) -> dict[str, float]:
-        """As files and `--json` show it: in passes over the training set, whole numbers written as such."""
-        values = {"passes": self.passes, **dict(zip(KINDS, self.kinds, strict=True))}
+        """In passes over the training set, as in files and `--json`; whole numbers as integers."""
+        values = {"passes": self.passes, **vars(self)}
         return {name: whole_if_whole(value / steps_per_epoch) for name, value in values.items()}
+
+
+KINDS = tuple(field.name for field in fields(Cost))
 
 
 def whole_if_whole(number: float) -> float:

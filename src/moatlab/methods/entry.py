@@ -1,4 +1,4 @@
-"""What the method language knows of a stage: its argument, the cost of a step, its code and its source."""
+"""The entry of a stage: its code, the cost of a step, its source and its argument."""
 
 from __future__ import annotations
 
@@ -21,27 +21,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Argument:
-    """What may follow a stage's colon."""
+    """The number after a stage's colon."""
 
     symbol: str
     whole: bool
     low: float
     high: float = math.inf
     default: float | None = None
-    at_eps: Callable[[float], float] | None = None  # the default of a run with this L-inf radius
+    at_eps: Callable[[float], float] | None = None  # the default as a function of the L-inf radius
 
     def __str__(self) -> str:
-        if not self.whole:
-            return f"a number >= {self.low:g}"
-        return f"a whole number from {self.low:g} to {self.high:g}"
+        return f"a whole number from {self.low:g} to {self.high:g}" if self.whole else f"a number >= {self.low:g}"
 
 
 @dataclass(frozen=True)
 class StageEntry:
-    """A *batch* stage makes (x, target) from (x, y), to be trained with cross-entropy; the target may be soft. It fits
-    into anybody's loop. A *loss* stage returns the loss itself. `cost` is that of one step, by the argument's value.
+    """A *batch* stage turns (x, y) into (x, target) for the cross-entropy; the target may be soft. A *loss* stage
+    returns the loss itself. `cost` maps the argument's value to the cost of one step.
 
-    Stage files import torch inside functions only: a method can be parsed and priced without it.
+    Stage files import torch inside functions only, so that a method is parsed and priced without it.
     """
 
     code: BatchStage | LossStage

@@ -1,19 +1,19 @@
-"""Counts passes where they happen."""
+"""Counts the calls of a model while it trains."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from moatlab.methods.cost import Cost
 
 
 class Meter:
-    """Counts what is really asked of a model, whoever asks: hooks on its calls and on its gradients.
+    """Counts every call of a model, whoever makes it, with hooks on the model and on its gradients.
 
     forward          the model is called
-    input backward   a gradient reaches the output of a call whose input wants one
+    input backward   a gradient reaches the output of a call whose input requires one
     double backward  a gradient reaches that output again, through the graph of the first gradient
     weight backward  a backward pass reaches parameters
     """
@@ -22,32 +22,22 @@ class Meter:
         self._cost = Cost()
 
     def take(self) -> Cost:
-        """What was counted since the last time."""
+        """The count since the last call."""
         taken, self._cost = self._cost, Cost()
         return taken
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        handles = [
-            model.register_forward_hook(self._called),
-            torch.autograd.graph.register_multi_grad_hook(parameters, self._reached_weights, mode="any"),
-        ]
-        try:
+        weights = register_multi_grad_hook(parameters, lambda _: self._add(Cost(weight_backwards=1)), mode="any")
+        with model.register_forward_hook(self._called), weights:
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def _add(self, cost: Cost) -> None:
+        self._cost += cost
 
     def _called(self, _model: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        self._cost += Cost(forwards=1)
+        self._add(Cost(forwards=1))
         if inputs[0].requires_grad and output.requires_grad:
             kinds = iter([Cost(input_backwards=1)])
-
-            def reached(_gradient: Tensor) -> None:
-                self._cost += next(kinds, Cost(double_backwards=1))
-
-            output.register_hook(reached)  # type: ignore[no-untyped-call]
-
-    def _reached_weights(self, _gradient: Tensor) -> None:
-        self._cost += Cost(weight_backwards=1)
+            output.register_hook(lambda _: self._add(next(kinds, Cost(double_backwards=1))))  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""Every stage by its name. A family of stages is a file; an entry holds its code, cost, argument and source."""
+"""Every stage by name. A file holds a family of stages; an entry holds code, cost, argument and source."""
 
 from moatlab.methods.entry import StageEntry
-from moatlab.methods.stages import mixing, multi_step, regularised, single_step
+from moatlab.methods.stages import adversarial, mixing, regularised
 
-STAGES: dict[str, StageEntry] = {**mixing.STAGES, **single_step.STAGES, **multi_step.STAGES, **regularised.STAGES}
+STAGES: dict[str, StageEntry] = {**mixing.STAGES, **adversarial.STAGES, **regularised.STAGES}

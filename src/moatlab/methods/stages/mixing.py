@@ -19,13 +19,13 @@ def standard(_context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
 
 
 def mixup(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
-    """lambda x + (1 - lambda) x', labels alike, one lambda ~ U(0, 1) a batch, x' a shuffle of x."""
+    """lambda x + (1 - lambda) x', labels alike; one lambda ~ U(0, 1) per batch, x' a shuffle of x."""
     weight, other_x, other_y = context.shuffled(x, y)
     return other_x.lerp(x, weight), context.soft_labels(y, other_y, weight)
 
 
 def cutmix(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
-    """A box of x' pasted into x: lambda ~ U(0, 1), sides sqrt(1 - lambda), labels by true area."""
+    """A box of x' pasted into x: lambda ~ U(0, 1), sides sqrt(1 - lambda), labels by the exact area."""
     import torch
 
     weight, other_x, other_y = context.shuffled(x, y)

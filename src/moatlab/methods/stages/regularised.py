@@ -1,4 +1,4 @@
-"""Loss stages: a term beside the cross-entropy keeps the loss from bending inside the ball."""
+"""Loss stages: a regularizer added to the cross-entropy keeps the loss close to linear inside the ball."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def gradalign(context: Context, x: Tensor, y: Tensor, weight: float) -> Tensor:
     """FGSM training plus weight (1 - mean cos(g1, g2)).
 
-    g1 is the input gradient at x (it makes the FGSM batch, and is a constant here), g2 the one at x + U(-eps, eps),
-    kept in the graph. Examples where either vanishes are left out of the mean.
+    g1 is the input gradient at x (a constant, also used for the FGSM batch), g2 the one at x + U(-eps, eps), which is
+    differentiated. Examples where either vanishes are left out of the mean.
     """
     import torch
     from torch.nn.functional import cross_entropy
@@ -34,10 +34,10 @@ def gradalign(context: Context, x: Tensor, y: Tensor, weight: float) -> Tensor:
 
 
 def misalignment(g1: Tensor, g2: Tensor, usual: Callable[[Tensor], Tensor] = lambda count: count) -> Tensor:
-    """The mean of 1 - cos(g1, g2) over the examples where neither norm is zero (0 where there are none).
+    """The mean of 1 - cos(g1, g2) over the examples where neither gradient vanishes (0 if there are none).
 
-    Zero, or so small that its square is none in float32: there the derivative of a norm overflows. `usual` makes of
-    their number the one to divide by: where losses are averaged over processes, the mean number.
+    A gradient vanishes if its square underflows: there the derivative of a norm overflows. `usual` maps the number of
+    examples to the divisor: where losses are averaged over processes, its mean over them.
     """
     import torch
 
@@ -45,7 +45,7 @@ def misalignment(g1: Tensor, g2: Tensor, usual: Callable[[Tensor], Tensor] = lam
     size1, size2 = g1.abs().amax(1, keepdim=True), g2.detach().abs().amax(1, keepdim=True)
     smallest = torch.finfo(g1.dtype).tiny ** 0.5
     counts = (size1 > smallest) & (size2 > smallest)
-    g1 = torch.where(counts, g1 / size1, 1.0)  # scaled, so that no square vanishes on the way
+    g1 = torch.where(counts, g1 / size1, 1.0)  # scaled, so that no square underflows
     g2 = torch.where(counts, g2, 1.0) / torch.where(counts, size2, 1.0)
     cosine = torch.nn.functional.cosine_similarity(g1, g2, dim=1)
     total = torch.where(counts.squeeze(1), 1 - cosine, 0.0).sum()
@@ -54,7 +54,7 @@ def misalignment(g1: Tensor, g2: Tensor, usual: Callable[[Tensor], Tensor] = lam
 
 
 def lambda_at(eps: float) -> float:
-    """exp(255 eps ln(10)/8 + ln 0.02), as the authors choose it: 0.2 at 8/255, 2 at 16/255."""
+    """exp(255 eps ln(10)/8 + ln 0.02), the authors' choice: 0.2 at 8/255, 2 at 16/255."""
     return round(0.02 * 10 ** (255 * eps / 8), 4)
 
 

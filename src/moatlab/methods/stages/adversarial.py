@@ -1,11 +1,11 @@
-"""Stages with one gradient step: the cheap ones, which may overfit catastrophically."""
+"""Stages that attack the batch. Those with one gradient step are cheap and may overfit catastrophically."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from moatlab.methods.cost import Cost
-from moatlab.methods.entry import Argument, StageEntry
+from moatlab.methods.entry import STEPS, Argument, StageEntry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def fgsm(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
-    """One step of eps from x itself: the training that collapses."""
+    """One step of eps from x. This training collapses."""
     return context.climb(x, x, y, steps=1, step_size=context.eps), y
 
 
@@ -25,10 +25,8 @@ def fast(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
 
 
 def nfgsm(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
-    """Noise U(-2 eps, 2 eps), one step of eps, both clipped to [0, 1] but NOT to the ball.
-
-    In L2 the noise is uniform in the ball of radius 2 eps.
-    """
+    """Noise U(-2 eps, 2 eps) (in L2: in the ball of radius 2 eps), one step of eps, clipped to [0, 1] but NOT to the
+    ball."""
     noisy = (x + context.noise(x, 2 * context.eps)).clamp_(0, 1)
     with context.attacking() as probe:
         gradient, _logits = probe.gradient(noisy, y)
@@ -36,22 +34,28 @@ def nfgsm(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
 
 
 def kim(context: Context, x: Tensor, y: Tensor, checkpoints: int) -> Batch:
-    """The shortest stretch k/C of the single-step perturbation that fools the model.
+    """The single-step perturbation, scaled by the smallest k/C that fools the model.
 
-    Examples wrong at the random start train on the plain x; those that no stretch fools on the whole perturbation.
-    Always in eval mode. Each stretch is tried on the whole batch, so that the cost does not depend on the data.
+    Examples misclassified at the random start train on x; those that no scale fools, on the whole perturbation. Always
+    in eval mode. Each scale is tried on the whole batch, so that the cost does not depend on the data.
     """
     threat = context.threat
     with context.attacking("eval") as probe:
         start = threat.project(x + context.noise(x), x)
         gradient, logits = probe.gradient(start, y)
         delta = threat.project(start + 1.25 * threat.eps * threat.steepest(gradient), x) - x
-        stretch = x.new_ones(len(x), 1, 1, 1)
-        for k in range(checkpoints - 1, 0, -1):  # downwards, so that the smallest fooling k is written last
+        scale = x.new_ones(len(x), 1, 1, 1)
+        for k in range(checkpoints - 1, 0, -1):  # downwards: the smallest fooling k is written last
             shorter = threat.project(x + k / checkpoints * delta, x)
-            stretch[probe.logits(shorter).argmax(1) != y] = k / checkpoints
-        stretch[logits.argmax(1) != y] = 0
-    return threat.project(x + stretch * delta, x), y
+            scale[probe.logits(shorter).argmax(1) != y] = k / checkpoints
+        scale[logits.argmax(1) != y] = 0
+    return threat.project(x + scale * delta, x), y
+
+
+def pgd(context: Context, x: Tensor, y: Tensor, steps: int) -> Batch:
+    """A random start and K projected steps of max(eps/4, eps/K), the step size of Wang et al."""
+    step_size = max(context.eps / 4, context.eps / steps)
+    return context.climb(x + context.noise(x), x, y, steps=steps, step_size=step_size), y
 
 
 SINGLE = Cost(2, 1, 1)
@@ -65,4 +69,5 @@ STAGES = {
         "Kim, Lee and Lee, 2021",
         Argument("C", whole=True, low=1, high=100, default=3),
     ),
+    "pgd": StageEntry(pgd, lambda steps: Cost(steps + 1, steps, 1), "Madry et al., 2018", STEPS),
 }
