@@ -30,9 +30,9 @@ def test_a_comparison_is_announced_where_that_is_asked_for(tiny, tmp_path, capfd
     moatlab.compare(recipes(tiny, "fgsm"), tmp_path / "one", threads=1, verbose=True)
     out, err = capfd.readouterr()
     assert out == ""
-    assert "run 1 of 1 is done" in err
+    assert "run 1 of 1 done" in err
 
 
 def test_each_method_is_named_once(tiny, tmp_path):
-    with pytest.raises(moatlab.UserError, match="each method can be named once"):
+    with pytest.raises(moatlab.UserError, match="each method can be given only once"):
         moatlab.compare(recipes(tiny, "fgsm", "fgsm"), tmp_path)

@@ -1,1 +1,1 @@
-"""The paper's tables and figures, comparisons of methods, and benchmarks of the machine."""
+"""Reproduce the paper's tables and figures, compare methods, benchmark the machine."""

@@ -1,4 +1,4 @@
-"""How near this machine runs to its limit: a matrix product, our steps, and epochs against their passes."""
+"""`moat bench`: single steps compared with a matrix product, and epochs compared with the sum of their passes."""
 
 import copy
 import resource
@@ -30,13 +30,13 @@ from moatlab.training.optimizer import Sgd
 from moatlab.training.recipe import Recipe, make_recipe
 from moatlab.training.trainer import Trainer, rehearsal
 
-SIZE, PRODUCTS = 2048, 20  # the limit is the best of so many products of two matrices of this size
+SIZE, PRODUCTS = 2048, 20  # the limit is the fastest of 20 products of two 2048 x 2048 matrices
 ROUNDS = 5
-STEPS = 13  # of each stage: a third of an epoch of mini
-FEW_STEPS = 3  # that the time of a sweep is estimated from, after a first one that warms up
+STEPS = 13  # timed per stage: a third of an epoch of mini
+FEW_STEPS = 3  # timed to estimate a sweep, after one warm-up step
 CLASSES = 10
 METHODS = ("fgsm", "fast", "pgd:7", "moat:2", "imoat:2,5,8")
-EPOCHS = 9  # after which each of them has been through its stages
+EPOCHS = 9  # enough for each method to run all its stages
 Step = Callable[[], object]
 
 
@@ -49,7 +49,7 @@ def bench(
     threads: int | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Measure and return what `moat bench --json` prints. Our steps run on random images of three channels."""
+    """Run the benchmark and return what `moat bench --json` prints. Steps use random images with three channels."""
     with Machine(device, threads).in_use() as chosen, Bar("bench", 2.0) as bar:
         arguments = {"width": width} if model in BUILT_IN else {}
         net = build_model(model, classes=CLASSES, arguments=arguments).to(chosen)
@@ -61,17 +61,14 @@ def bench(
         return {"schema": SCHEMA, "setting": setting, **steps, "epochs": epochs, "environment": environment}
 
 
-# --- steps
-
-
 def measure_steps(model: nn.Module, batch_size: int, image_size: int, device: torch.device, bar: Bar) -> dict[str, Any]:
-    """The limit and our three steps, in turns, so that all of them meet the same machine."""
+    """Time the limit and the three steps in turns, so that all of them run under the same load."""
     memory, gigaflops, shape = {"start_gib": peak_memory(device)}, {}, (3, image_size, image_size)
-    with users_code(f"the model can't train on {batch_size} images of shape {shape} in {CLASSES} classes"):
+    with users_code(f"the model can't be trained on {batch_size} images of shape {shape} with {CLASSES} classes"):
         x = torch.rand(batch_size, *shape, device=device).contiguous(memory_format=torch.channels_last)
         y = torch.randint(CLASSES, (batch_size,), device=device)
         steps = three_steps(model, x, y)
-        for name, step in steps.items():  # each needs more memory than the one before
+        for name, step in steps.items():  # in order of memory: the peak can only grow
             gigaflops[name] = count_gigaflops(step)
             memory[f"{name}_gib"] = peak_memory(device)
     limits = machine_limits(device)
@@ -98,7 +95,7 @@ def measure_steps(model: nn.Module, batch_size: int, image_size: int, device: to
 
 
 def three_steps(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Step]:
-    """Inference in plain float32, in inference mode; the attack and the training step as training does them."""
+    """Inference in float32 and inference mode; the attack step and the training step as in training."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     still = copy.deepcopy(model).eval()
     precision = choose_precision("auto", x.device)
@@ -118,54 +115,47 @@ def three_steps(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Step]:
 
 
 def count_gigaflops(step: Step) -> float:
-    """What the convolutions and matrix products of a step add up to, with PyTorch's own formulas."""
-    counter = Flops()  # type: ignore[no-untyped-call]
-    with counter:
+    """GFLOP of the convolutions and matrix products of a step, from PyTorch's own formulas."""
+    with Flops() as counter:  # type: ignore[no-untyped-call]
         step()
-    return counter.total / 1e9
+    return float(counter.total) / 1e9
 
 
 class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation. PyTorch's FlopCounterMode would do, but fails where an input alone is differentiated."""
+    """Count operations as they are dispatched. PyTorch's FlopCounterMode fails if only an input is differentiated."""
 
     total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is None:
-            with self:  # in inference mode an operation may come whole, with others inside
-                output = func.decompose(*args, **kwargs)
-            return func(*args, **kwargs) if output is NotImplemented else output
-        output = func(*args, **kwargs)
-        self.total += formula(*args, **kwargs, out_val=output)
-        return output
+        if formula := flop_registry.get(func.overloadpacket):
+            output = func(*args, **kwargs)
+            self.total += formula(*args, **kwargs, out_val=output)
+            return output
+        with self:  # in inference mode an operation may be composed of others
+            output = func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if output is NotImplemented else output
 
 
 def machine_limits(device: torch.device) -> dict[str, tuple[float, Step]]:
-    """GFLOP and the call: a float32 matrix product; on a GPU also a convolution in the precision of training."""
+    """GFLOP and call of a float32 matrix product and, on a GPU, of a convolution in the precision of training."""
     left, right = torch.rand(2, SIZE, SIZE, device=device)
     product: Step = full_precision()(lambda: torch.mm(left, right))
     limits = {"gemm": (2 * SIZE**3 / 1e9, product)}
     if device.type == "cuda":
         dtype = DTYPES[choose_precision("auto", device)]
-        images, kernel = (
-            torch.rand(256, 256, side, side, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
-            for side in (32, 3)
-        )
+        images, kernel = (torch.rand(256, 256, side, side, device=device, dtype=dtype) for side in (32, 3))
+        images, kernel = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (images, kernel))
         limits["convolution"] = (2 * images.numel() * 256 * 9 / 1e9, lambda: torch.conv2d(images, kernel, padding=1))
     return limits
 
 
-# --- epochs
-
-
 def measure_epochs(device: torch.device, bar: Bar) -> dict[str, Any]:
-    """An epoch of each method on mini against the sum of its passes: real steps of a run (data, draws, counting and
-    all) and the passes that they are made of, in turns. What an epoch saves at its end is added to it."""
+    """Time of an epoch of each method on mini, and of its passes alone. Real training steps (with data, draws and
+    counting) and bare passes are timed in turns; an epoch includes its checkpoint."""
     cycles = {name: [str(parse_method(name).stage_at(epoch, EPOCHS)) for epoch in range(EPOCHS)] for name in METHODS}
     stages = list(dict.fromkeys(stage for cycle in cycles.values() for stage in cycle))
-    seconds: dict[str, tuple[float, float]] = {}  # of an epoch, and of its passes
+    seconds: dict[str, tuple[float, float]] = {}  # an epoch, and its passes
     recipe = make_recipe(" | ".join(stages), epochs=len(stages))
     with rehearsal(recipe, Machine(str(device), torch.get_num_threads()), load_images("mini")) as trainer:
         per_epoch = trainer.session.steps_per_epoch
@@ -188,14 +178,14 @@ def measure_epochs(device: torch.device, bar: Bar) -> dict[str, Any]:
 
 
 def real_step(trainer: Trainer, step: int) -> float:
-    """The seconds of one step of training, at this step of the run."""
+    """Seconds taken by one training step, at this step of the run."""
     trainer.progress.step = step
     return timed(trainer.step, trainer.session.device)
 
 
 def seconds_per_pass(recipe: Recipe, machine: Machine, images: Images) -> tuple[float, bool]:
-    """The time of one pass over the training set, from the fastest of a few steps of fgsm (two passes each); and
-    whether there is a GPU."""
+    """Time of a pass over the training set, from the fastest of a few fgsm steps (two passes each); and whether the
+    device is a GPU."""
     with rehearsal(recipe.model_copy(update={"method": "fgsm"}), machine, images) as trainer:
         taken = [real_step(trainer, step) for step in range(FEW_STEPS + 1)]
         return min(taken[1:]) / 2 * trainer.session.steps_per_epoch, trainer.session.device.type != "cpu"
@@ -204,15 +194,12 @@ def seconds_per_pass(recipe: Recipe, machine: Machine, images: Images) -> tuple[
 def timed(step: Step, device: torch.device) -> float:
     begun = time.perf_counter()
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    torch.get_device_module(device).synchronize()
     return time.perf_counter() - begun
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most that was in use so far, in GiB: of the GPU, or of this process."""
+    """Peak memory so far in GiB, of the GPU or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)

@@ -1,4 +1,4 @@
-"""Several runs as one: the same recipe for each method, one table, one plot."""
+"""Train several methods with the same recipe; one table, one plot, one page."""
 
 from functools import partial
 from pathlib import Path
@@ -27,17 +27,16 @@ def compare(
     device: str = "auto",
     verbose: bool | None = None,
 ) -> dict[str, Any]:
-    """Train each recipe into a folder of its own below `out`; return (and write to `compare.json`) their test
-    accuracies, costs and collapses side by side, with a plot of PGD-7 accuracy over the epochs and a page.
+    """Train each recipe into its own folder below `out`. Return, and write to `compare.json`, test accuracies, costs
+    and collapses, with a plot of PGD-7 accuracy over the epochs and a page.
 
-    `on` is where they are trained: None for one after another in this process, "ray" for a Ray cluster of this
-    machine, "ray:ADDRESS" for one that runs already. `verbose`: progress on stderr; if it is not given, where that is
-    a terminal or a notebook.
+    `on`: None trains one after another in this process, "ray" on a Ray cluster on this machine, "ray:ADDRESS" on a
+    running cluster. `verbose`: progress on stderr  [default: if that is a terminal or a notebook].
     """
     out, data_dir = Path(out), Path(data_dir) if data_dir else None
     runs = {recipe.method: RunFolder(out / slug(recipe.method)) for recipe in recipes}
     if len({run.path for run in runs.values()}) < len(recipes):
-        raise UserError("each method can be named once")
+        raise UserError("each method can be given only once")
     for recipe in recipes:
         runs[recipe.method].check(recipe, resume=resume)
     machine = Machine(device, threads)
@@ -47,14 +46,13 @@ def compare(
         for number, record in each(work, jobs, on, machine):
             if isinstance(record, Exception):
                 raise record
-            console.note(f"run {number + 1} of {len(jobs)} is done\n")
+            console.note(f"run {number + 1} of {len(jobs)} done\n")
         histories = {method: run.read_metrics() for method, run in runs.items()}
         events = {method: [one for one in run.read_events() if "epoch" in one] for method, run in runs.items()}
         first, plot, page = recipes[0], out / "pgd7.png", out / RunFile.REPORT
         plot_pgd7(plot, histories, events, title=first.setting, images=first.watched)
-        setting = {"setting": first.setting, "bn_in_attack": first.bn_in_attack}
-        rows = [_row(run) for run in runs.values()]
-        result = {**setting, "rows": rows, "plot": str(plot), "report": str(page)}
+        result: dict[str, Any] = {"setting": first.setting, "bn_in_attack": first.bn_in_attack}
+        result |= {"rows": [_row(run) for run in runs.values()], "plot": str(plot), "report": str(page)}
         write_json(out / "compare.json", result)
         publish([run.path for run in runs.values()], page, data_dir=data_dir, trust_model_code=first.names_code)
     return result

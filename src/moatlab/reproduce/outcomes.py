@@ -1,4 +1,4 @@
-"""A run's numbers, small enough to keep: what it cost, whether it collapsed, and every verdict of its evaluations."""
+"""The outcome of a run in a small file: costs, collapse, history, and the verdict on every evaluated image."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from moatlab.training.collapse import GAP
 from moatlab.training.recipe import Recipe
 from moatlab.training.run_folder import RunFolder
 
-KEPT = ("epoch", "stage", "clean", "fgsm", "pgd7", "comparable", "train_seconds")  # of the metrics of an epoch
+KEPT = ("epoch", "stage", "clean", "fgsm", "pgd7", "comparable", "train_seconds")  # from metrics.jsonl
 
 
 class Evaluated(BaseModel, extra="forbid", frozen=True):
-    """The model of one epoch under the paper's attacks. `standing`: see `pack`."""
+    """The model of one epoch under the paper's attacks. `standing`: its robust images, see `pack`."""
 
-    model: str = ""  # its checksum
+    model: str = ""  # SHA-256
     epoch: int
     images: dict[str, int]
     accuracy: dict[str, float]
@@ -38,10 +38,8 @@ class Evaluated(BaseModel, extra="forbid", frozen=True):
 
 
 class Outcome(BaseModel, extra="forbid", frozen=True):
-    """What is kept of a run: the keys of outcome.json, and of each run in a result such as table2a.json.
-
-    `last` and `best` are not set where they were not asked for; `best` is None where no images were held out.
-    """
+    """The keys of outcome.json, and of each run in a result such as table2a.json. `last` and `best` are unset if not
+    asked for; `best` is None if no images were held out."""
 
     method: str
     seed: int
@@ -66,13 +64,13 @@ class Outcome(BaseModel, extra="forbid", frozen=True):
         return self.model_dump(mode="json", exclude_unset=True)
 
     def answers(self, recipe: Recipe, asked: Asked) -> bool:
-        """Whether it is that of this recipe, with these parts, evaluated on as many images."""
+        """Whether it is of this recipe and has these parts, evaluated on as many images."""
         same = self.recipe_sha256 == recipe.sha256 and self.model_fields_set >= {*asked.parts}
         counts = (self.images, self.aa_images) == (asked.images, asked.aa_images)
         return same and (counts or "last" not in asked.parts)
 
     def part(self, part: Part) -> Evaluated | None:
-        """The last or the best epoch, if it was evaluated; or what the run measured by itself at its end."""
+        """The last or best epoch, if it was evaluated; `final`: the run's own test accuracies."""
         if part != "final":
             return self.last if part == "last" else self.best
         accuracy = {name: self.final[name] for name in WATCHED}
@@ -81,7 +79,7 @@ class Outcome(BaseModel, extra="forbid", frozen=True):
 
     @property
     def machine(self) -> str:
-        """What decides how fast a run is, and its last bits."""
+        """What determines the speed of a run, and its last bits."""
         made_on, precision = self.environment, self.environment.get("precision", "fp32")
         short = f", {precision}" if precision != "fp32" else ""
         return f"{made_on['cpu']}, {made_on['threads']} threads, GPU {made_on['gpu']}{short}"
@@ -91,28 +89,28 @@ class Outcome(BaseModel, extra="forbid", frozen=True):
         """When and at which commit the run was evaluated."""
         if self.date is None:
             return "an earlier commit, date not recorded"
-        return f"{self.date} by commit {self.commit or 'unknown'}"
+        return f"{self.date} at commit {self.commit or 'unknown'}"
 
     @property
     def fell_slowly(self) -> bool:
-        """Whether a run that collapsed shows no gap of FGSM over PGD-7 accuracy from then on: overfitting, but of the
-        slow kind (Rice et al., 2020), which ends below the line of a collapse as well."""
+        """Whether FGSM accuracy shows no gap over PGD-7 accuracy after the collapse: slow overfitting (Rice et al.,
+        2020) ends below the collapse threshold too."""
         since = self.collapsed_at
         checks = [line for line in self.history if since and line["comparable"] and line["epoch"] >= since]
         return since is not None and all(check["fgsm"] - check["pgd7"] <= GAP for check in checks)
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """The runs in a result that `moat reproduce` wrote."""
+    """The runs in a result of `moat reproduce`."""
     result = read_json(path)
     try:
         return [Outcome(**run) for run in result["runs"] + result["kept_runs"]]
     except (KeyError, TypeError, ValidationError):
-        raise UserError(f"{path} is not a result that moat reproduce wrote, such as table2a.json") from None
+        raise UserError(f"{path} is not a result of moat reproduce, such as table2a.json") from None
 
 
 def outcomes_in(folder: Path) -> list[Outcome]:
-    """What an earlier sweep wrote into a run's folder, if it is whole: one, or none."""
+    """The outcome in a run's folder, in a list; an empty list if it is missing or damaged."""
     try:
         return [Outcome(**read_json(folder / RunFile.OUTCOME))]
     except (Damaged, ValidationError, TypeError):
@@ -120,8 +118,7 @@ def outcomes_in(folder: Path) -> list[Outcome]:
 
 
 def evaluate_run(folder: Path, recipe: Recipe, asked: Asked, machine: Machine, data_dir: Path | None) -> Outcome:
-    """Evaluate a finished run with the paper's attacks, at the epochs asked for; write and return its outcome. A card
-    that exists and answers the same is used as it is."""
+    """Evaluate a finished run with the paper's attacks; write and return its outcome. Matching cards are reused."""
     run = RunFolder(folder)
     record, metrics = run.read_record(), run.read_metrics()
     parts: dict[str, Any] = {}
@@ -132,11 +129,10 @@ def evaluate_run(folder: Path, recipe: Recipe, asked: Asked, machine: Machine, d
         with machine.in_use():
             target = load_target(folder, model=recipe.model, which=which, data_dir=data_dir, device=machine.device)
             if target.images.sha256 != record.data["sha256"]:
-                raise UserError(f"{recipe.data} here is not the {recipe.data} that the run in {folder} was trained on")
+                raise UserError(f"{folder} was trained on another {recipe.data}; name that one with --data-dir")
             epoch = recipe.epochs if which == "last" or not record.best else int(record.best["epoch"])
             is_last = which == "best" and parts["last"].model == target.sha256
             parts[which] = parts["last"] if is_last else _evaluate(target, epoch, asked)
-    as_recorded = ("train_seconds", "collapsed_at", "final", "data", "environment")
     outcome = Outcome(
         method=recipe.method,
         seed=recipe.seed,
@@ -149,7 +145,7 @@ def evaluate_run(folder: Path, recipe: Recipe, asked: Asked, machine: Machine, d
         history=[{name: line[name] for name in KEPT} for line in metrics],
         date=datetime.now(UTC).date().isoformat(),
         commit=commit(),
-        **{name: getattr(record, name) for name in as_recorded},
+        **{name: getattr(record, name) for name in ("train_seconds", "collapsed_at", "final", "data", "environment")},
         **parts,
     )
     write_json(folder / RunFile.OUTCOME, outcome.as_dict())
@@ -157,14 +153,13 @@ def evaluate_run(folder: Path, recipe: Recipe, asked: Asked, machine: Machine, d
 
 
 def _evaluate(target: Target, epoch: int, asked: Asked) -> Evaluated:
-    """Accuracy and verdicts in the paper's columns. AutoAttack, far slower than the rest, may have fewer images, and
-    then a card of its own."""
+    """Accuracy and verdicts in the paper's columns. AutoAttack, far slower, may use fewer images and a second card."""
     if asked.images == asked.aa_images:
         cards = [_card(target, [*COLUMNS], asked.images)]
     else:
         apart = replace(target, card=target.card.with_name(f"{target.card.stem}_aa.json"))
         cards = [_card(target, [*COLUMNS[:-1]], asked.images), _card(apart, ["clean", "aa"], asked.aa_images)]
-    columns = {name: card for card in reversed(cards) for name in card.results}  # clean is that of the larger card
+    columns = {name: card for card in reversed(cards) for name in card.results}  # clean: from the larger card
     return Evaluated(
         model=target.sha256,
         epoch=epoch,
@@ -176,8 +171,8 @@ def _evaluate(target: Target, epoch: int, asked: Asked) -> Evaluated:
 
 
 def _card(target: Target, attacks: list[str], count: int | None) -> Card:
-    """The card that exists, if it is about the same model and asks the same; or a new one."""
-    with suppress(UserError):  # there is none, or a damaged one
+    """The existing card if model, attacks and images match, otherwise a new one."""
+    with suppress(UserError):  # missing or damaged
         card, count_now = Card.read(target.card), count or len(target.images.test_y)
         wrong = card.mismatch(model=target.sha256, data=target.images.sha256, threat=target.threat)
         if not wrong and ([*card.results], card.settings.seed, card.data.images) == (attacks, 0, count_now):
@@ -186,8 +181,7 @@ def _card(target: Target, attacks: list[str], count: int | None) -> Card:
 
 
 def steady_seconds(metrics: Sequence[dict[str, Any]]) -> float:
-    """Training time with each epoch at the median of its stage: about what a machine with nothing else to do needs,
-    where a pause or another job made some epochs slow."""
+    """Training time with each epoch at the median of its stage: a pause, or another job, does not count."""
     by_stage: dict[str, list[float]] = {}
     for line in metrics:
         by_stage.setdefault(line["stage"], []).append(line["train_seconds"])
@@ -195,7 +189,7 @@ def steady_seconds(metrics: Sequence[dict[str, Any]]) -> float:
 
 
 def pack(flags: Sequence[bool]) -> str:
-    """Verdicts as hexadecimal digits, the first image in the highest bit (after a leading 1)."""
+    """Verdicts as hexadecimal digits: a leading 1, then a bit per image, the first one highest."""
     return f"{int('1' + ''.join('01'[flag] for flag in flags), 2):x}"
 
 
@@ -204,7 +198,7 @@ def unpack(text: str) -> list[bool]:
 
 
 def as_runs(outcomes: Sequence[Outcome], part: Part = "last", *, timed: bool = True) -> dict[int, Run]:
-    """The outcomes of one row, one for each seed, as claims see them. `timed`: their seconds are of one machine."""
+    """Outcomes of one row as the runs that claims compare, by seed. `timed`: all from one machine."""
     runs = {}
     for one in outcomes:
         if shown := one.part(part):

@@ -1,4 +1,4 @@
-"""The paper's tables and figures, their numbers and claims, as data (arXiv:2106.15357)."""
+"""The tables, figures and claims of the paper as data (Wang et al., 2021, arXiv:2106.15357)."""
 
 import json
 from collections.abc import Iterator
@@ -25,11 +25,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or a figure of the paper; its figures come without numbers.
-
-    `parts` are what it needs of a run: `final`, what the run measured by itself at its end, or its `last` epoch (and
-    its `best` one) under the attacks.
-    """
+    """A table or a figure (the paper prints no numbers for figures). `parts` it needs of a run: `final`, the run's own
+    test accuracies, or its `last` (and `best`) epoch under attack."""
 
     name: str
     title: str
@@ -40,13 +37,13 @@ class Experiment:
     claims: list[str]
     parts: tuple[Part, ...] = ("last",)
     columns: tuple[str, ...] = COLUMNS
-    paper: dict[str, dict[str, float]] = field(default_factory=dict)  # fractions by row and column, with `minutes`
-    collapsed: list[str] = field(default_factory=list)  # rows that the paper marks as catastrophically overfitted
+    paper: dict[str, dict[str, float]] = field(default_factory=dict)  # row -> column -> fraction, and `minutes`
+    collapsed: list[str] = field(default_factory=list)  # rows marked as catastrophically overfitted
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is measured of each run, on how many test images (None: all), and on how many by AutoAttack."""
+    """The parts of each run to measure, and the number of test images, for AutoAttack too (None: all)."""
 
     parts: tuple[Part, ...]
     images: int | None
@@ -56,29 +53,24 @@ class Asked:
 def experiment(name: str) -> Experiment:
     if name not in EXPERIMENTS:
         known = ", ".join(EXPERIMENTS) + did_you_mean(name, EXPERIMENTS)
-        raise UserError(f"there is no '{name}' in the paper; known are {known}")
+        raise UserError(f"there is no '{name}' in the paper; choose one of {known}")
     return EXPERIMENTS[name]
 
 
 def _experiments() -> Iterator[Experiment]:
     for name, one in PRINTED["experiments"].items():
-        fields = {"name": name, "data": one["dataset"]} | {
-            key: one[key] for key in ("title", "kind", "schedule", "claims")
-        }
+        fields = {key: one[key] for key in ("title", "kind", "schedule", "claims")}
         if one["kind"] == "table":
             paper = {method: dict(zip(PRINTED["columns"], row, strict=True)) for method, row in one["rows"].items()}
             for row in paper.values():
                 row |= {column: row[column] / 100 for column in COLUMNS}
-            rows = [
-                *(Row(method, method) for method in paper),
-                *(Row(method, method, in_paper=False) for method in OURS),
-            ]
+            rows = [Row(method, method, in_paper=method in paper) for method in (*paper, *OURS)]
             fields |= {"parts": ("last", "best"), "paper": paper, "collapsed": one["collapsed"]}
         else:
             rows = [Row(label, method) for label, method in one["rows"].items()]
         if one["kind"] == "curves":
             fields |= {"parts": ("final",), "columns": WATCHED}
-        yield Experiment(rows=rows, **fields)
+        yield Experiment(name=name, data=one["dataset"], rows=rows, **fields)
 
 
 PRINTED = json.loads((Path(__file__).parent / "paper.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What a table or figure takes: its runs, their recipes and their cost."""
+"""The runs of a table or figure, their recipes and costs."""
 
 import re
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from moatlab.reproduce.paper import COLUMNS, Asked, Experiment, Row
 from moatlab.runtime.errors import UserError
 from moatlab.training.recipe import Recipe, make_recipe, slug
 
-# Test images for all attacks, and for AutoAttack; None is all of them.
+# Preset -> test images for all attacks, and for AutoAttack; others use all images.
 EVALUATED = {"mini": (500, 200), "mini-long": (500, 200), "small": (1000, 500)}
-SURVIVING = 0.3  # of the images to the end of an attack: for the estimated time only
+SURVIVING = 0.3  # share of images still robust during an attack, to estimate its time
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What `moat reproduce` was asked for."""
+    """The runs that `moat reproduce` was asked for."""
 
     experiment: Experiment
     preset: str
     jobs: list[Job]
     asked: Asked
-    recipe_of: Callable[[str, int], Recipe]  # of any method and seed, with the same options
+    recipe_of: Callable[[str, int], Recipe]  # method, seed -> recipe with the same options
 
     @property
     def passes(self) -> float:
         return sum(job.passes for job in self.jobs)
 
     def work(self, job: Job) -> float:
-        """Training and evaluation of a run in passes over the training set, the latter estimated."""
+        """Passes over the training set to train a run and (estimated) to evaluate it."""
         from moatlab.attacks.ensemble import parts_of
 
         train, test, classes = KNOWN_SIZES[job.recipe.data]
@@ -71,7 +71,7 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """The default one: tables and figures of the same preset, data and schedule share their runs."""
+        """The default folder: tables and figures of one preset, data set and schedule share their runs."""
         recipe = self.jobs[0].recipe
         return Path("runs") / f"reproduce_{self.preset}_{recipe.data}_{recipe.schedule}"
 
@@ -81,7 +81,7 @@ class Sweep:
 
     @property
     def setting(self) -> str:
-        lengths = " or ".join(map(str, sorted({job.recipe.epochs for job in self.jobs})))  # cycles may end later
+        lengths = " or ".join(map(str, sorted({job.recipe.epochs for job in self.jobs})))  # whole cycles may take more
         setting = re.sub(r", seed \d+", "", self.jobs[0].recipe.setting)
         return re.sub(r"\d+ epochs", f"{lengths} epochs", setting, count=1)
 
@@ -96,19 +96,16 @@ def plan_sweep(
     aa_images: int | None = None,
     **options: Any,
 ) -> Sweep:
-    """The runs of a table or figure, seed by seed. `methods` chooses rows, or adds rows of the user's own."""
-    data = experiment.data
-    if preset.startswith("mini"):
-        if data != "cifar10":
-            of = f"{experiment.name} is of CIFAR-100, and {preset} holds images of CIFAR-10"
-            raise UserError(f"{of}; use --preset small")
-        data = "mini"
-    # The table is to show what a collapse does to a run.
+    """The runs of a table or figure, seed by seed. `methods` selects rows, or adds methods that are no rows."""
+    if preset.startswith("mini") and experiment.data != "cifar10":
+        raise UserError(f"{experiment.name} needs CIFAR-100, and {preset} has images of CIFAR-10; use --preset small")
+    data = "mini" if preset.startswith("mini") else experiment.data
+    # Only warn: the table shows what a collapse does to a run.
     options |= {"data": data, "schedule": experiment.schedule, "on_collapse": "warn"}
 
     def recipe_of(method: str, seed: int) -> Recipe:
         recipe = make_recipe(method, preset=preset, seed=seed, **options)
-        # As in the paper's figure 1, where no images are held out. It is for display: nothing is chosen by it.
+        # Without held-out images, show test accuracy, as figure 1 of the paper does. Nothing is selected with it.
         watched = {"monitor": "test"} if recipe.holdout == 0 and options.get("monitor") is None else {}
         return recipe.model_copy(update=watched)
 
@@ -125,19 +122,18 @@ def plan_sweep(
 
 
 def describe(sweep: Sweep, out: Path) -> dict[str, Any]:
-    """What a plan and a result have in common."""
+    """The keys that a plan and a result share."""
     names = {"experiment": sweep.experiment.name, "kind": sweep.experiment.kind, "title": sweep.experiment.title}
     return names | {"preset": sweep.preset, "setting": sweep.setting, "seeds": sweep.seeds, "folder": str(out)}
 
 
 def describe_plan(sweep: Sweep, out: Path) -> dict[str, Any]:
-    """What would run: the paper's rows, and ours apart."""
-
-    def described(job: Job) -> dict[str, Any]:
+    """What would run: the paper's rows and, apart, additional ones."""
+    rows: dict[str, list[Any]] = {"rows": [], "additional_rows": []}
+    for job in sweep.jobs:
         recipe = job.recipe
         names = {"row": job.row.label, "method": recipe.method, "seed": recipe.seed, "run": job.name}
-        return names | {"epochs": recipe.epochs, "passes": job.passes, "recipe": recipe.model_dump(mode="json")}
-
-    numbers = {"images": sweep.asked.images, "aa_images": sweep.asked.aa_images, "passes": sweep.passes}
-    theirs, ours = ([described(job) for job in sweep.jobs if job.row.in_paper == wanted] for wanted in (True, False))
-    return describe(sweep, out) | numbers | {"rows": theirs, "additional_rows": ours}
+        numbers = {"epochs": recipe.epochs, "passes": job.passes, "recipe": recipe.model_dump(mode="json")}
+        rows["rows" if job.row.in_paper else "additional_rows"].append(names | numbers)
+    counts = {"images": sweep.asked.images, "aa_images": sweep.asked.aa_images, "passes": sweep.passes}
+    return describe(sweep, out) | counts | rows

@@ -1,4 +1,4 @@
-"""The runs of a sweep: one after another, or each as a task of a Ray cluster."""
+"""Train the runs of a sweep one after another, or as tasks of a Ray cluster."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from moatlab.runtime import console, distributed
 from moatlab.runtime.device import Machine
 from moatlab.runtime.environment import keep_freed_memory
-from moatlab.runtime.errors import Interrupted, RunFailed, UserError
+from moatlab.runtime.errors import Interrupted, RunFailed, UserError, users_code
 
 Result = TypeVar("Result")
 Trouble = UserError | RunFailed
@@ -21,11 +21,10 @@ LOOK_SECONDS = 1.0
 def each(
     work: Callable[..., Result], jobs: Sequence[tuple[Any, ...]], on: str | None, machine: Machine
 ) -> Iterator[tuple[int, Result | Trouble]]:
-    """`work(*job)` of every job: the job's number, and what came of it, its error included.
+    """Call `work(*job)` for each job; yield the job's number with its result or its error.
 
-    `on` is None for one after another in this process, `ray` for a Ray cluster of this machine, or `ray:ADDRESS` for
-    one that runs already, whose machines must see the same folders. A task there has as many CPUs as `machine` has
-    threads, and a GPU if it may use one and the cluster has some.
+    `on`: None (one after another, here), `ray` (a Ray cluster on this machine) or `ray:ADDRESS` (a running one, whose
+    machines share the folders). A task gets a CPU per thread of `machine`, and a GPU if it allows one and there is one.
     """
     if on is None:
         for number, job in enumerate(jobs):
@@ -34,8 +33,8 @@ def each(
     with _connected(on) as ray, console.Bar(f"on {on}", len(jobs)) as bar:
         resources, threads = ray.cluster_resources(), machine.threads or distributed.threads()
         if resources.get("CPU", 0) < threads:
-            few = f"the cluster has {resources.get('CPU', 0):g} CPUs, and a run asks for {threads}"
-            raise UserError(f"--on {on}: {few}; give it fewer with --threads")
+            few = f"the cluster has {resources.get('CPU', 0):g} CPUs and a run needs {threads}"
+            raise UserError(f"--on {on}: {few}; use fewer --threads")
         gpus = int(machine.device != "cpu" and resources.get("GPU", 0) >= 1)
         task = ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=0)(_in_worker)
         pending = {task.remote(work, *job): number for number, job in enumerate(jobs)}
@@ -46,15 +45,15 @@ def each(
                 try:
                     yield number, ray.get(done)
                 except ray.exceptions.RayError as error:
-                    yield number, RunFailed(f"its task was lost ({type(error).__name__}); start again to resume")
+                    yield number, RunFailed(f"its Ray task was lost ({type(error).__name__}); run again to resume")
 
 
 @contextmanager
 def _connected(on: str) -> Iterator[Any]:
-    """Ray, until the end. It sets variables of the environment, a signal handler and its log's level: all put back."""
+    """A connection to Ray. The environment variables, signal handler and log level that Ray sets are restored."""
     kind, _, address = on.partition(":")
     if kind != "ray":
-        raise UserError(f"--on {on}: runs are given to ray, or to ray:ADDRESS; without --on they run one after another")
+        raise UserError(f"--on {on}: should be ray or ray:ADDRESS; leave it out to run one after another")
     try:
         ray: Any = import_module("ray")
     except ImportError:
@@ -62,10 +61,8 @@ def _connected(on: str) -> Iterator[Any]:
     log, environment, handler = logging.getLogger("ray"), dict(os.environ), signal.getsignal(signal.SIGTERM)
     level = log.level
     try:
-        try:
+        with users_code(f"--on {on}: no Ray cluster answers"):
             ray.init(address or "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UserError(f"--on {on}: there is no Ray cluster that answers ({type(error).__name__})") from None
         yield ray
     finally:
         ray.shutdown()
@@ -80,12 +77,12 @@ def _connected(on: str) -> Iterator[Any]:
 def _attempt(work: Callable[..., Result], *job: Any) -> Result | Trouble:
     try:
         return work(*job)
-    except (UserError, RunFailed) as error:  # as exceptions they would come wrapped in Ray's
+    except (UserError, RunFailed) as error:  # raised, it would be wrapped in an exception of Ray
         return error.with_traceback(None)
 
 
 def _in_worker(work: Callable[..., Result], *job: Any) -> Result | Trouble:
-    keep_freed_memory()  # the process is ours
+    keep_freed_memory()  # changes the allocator: allowed in a process of our own
     try:
         return _attempt(work, *job)
     except Interrupted as error:

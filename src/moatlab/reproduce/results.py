@@ -1,4 +1,4 @@
-"""The result of a reproduction: the paper's numbers and ours side by side, what it cost, and the claims."""
+"""The result of a reproduction: the paper's numbers and ours, costs, and the claims."""
 
 import statistics
 from collections.abc import Sequence
@@ -28,23 +28,21 @@ def make_result(
     failures: Sequence[dict[str, str]] = (),
     command: str | None = None,
 ) -> dict[str, Any]:
-    """`others`: runs that are no rows, by method; claims may compare with them. `kept`: runs to keep, no more."""
+    """`others`: method -> runs that are no rows here, for the claims. `kept`: runs to store in the file only."""
     experiment, part = sweep.experiment, sweep.experiment.parts[0]
     anybody = next(iter(outcomes.values()), None)
     images = {one.data["sha256"] for one in outcomes.values()}
     if anybody and len(images) > 1:
-        raise UserError(f"the runs were trained on different images called {anybody.data['name']}; not compared")
+        raise UserError(f"the runs were trained on different versions of {anybody.data['name']} and can't be compared")
     by_row = {row: [one for job, one in outcomes.items() if job.row == row] for row in sweep.rows}
     by_method = {method: [one for one in found if one.data["sha256"] in images] for method, found in others.items()}
-    by_method = {
-        name: found for name, found in (by_method | {row.method: by_row[row] for row in by_row}).items() if found
-    }
+    by_method |= {row.method: found for row, found in by_row.items()}
     machines = sorted({one.machine for one in outcomes.values()})
 
     def timed(found: list[Outcome]) -> bool:
-        return len({*machines, *(one.machine for one in found)}) == 1  # seconds of two machines do not compare
+        return len({*machines, *(one.machine for one in found)}) == 1  # seconds of two machines can't be compared
 
-    measured = {method: as_runs(found, part, timed=timed(found)) for method, found in by_method.items()}
+    measured = {method: as_runs(found, part, timed=timed(found)) for method, found in by_method.items() if found}
     base = by_method.get("fgsm", [])
 
     def table(part: Part) -> list[dict[str, Any]]:
@@ -74,7 +72,7 @@ def make_result(
 def _row(
     experiment: Experiment, row: Row, part: Part, outcomes: list[Outcome], base: list[Outcome], timed: bool
 ) -> dict[str, Any]:
-    """In every column the paper's number and ours, then what it cost, also against `base`, the runs of fgsm."""
+    """The paper's number and ours in each column, and the cost, also relative to `base`, the runs of fgsm."""
     runs = sorted(outcomes, key=lambda one: one.seed)
     measured = [shown for one in runs if (shown := one.part(part))]
     paper = experiment.paper.get(row.method, {})
@@ -121,7 +119,7 @@ def _column(values: list[float], images: int, paper: float | None) -> dict[str, 
 
 
 def write_result(out: Path, result: dict[str, Any]) -> None:
-    """`table2a.json`, `.md` and `.tex` in the sweep's folder."""
+    """Write `table2a.json`, `.md` and `.tex` into the sweep's folder."""
     name = result["experiment"]
     make_folder(out)
     write_json(out / f"{name}.json", result)

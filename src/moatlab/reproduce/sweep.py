@@ -1,4 +1,4 @@
-"""A table or figure of the paper as a sweep that can be continued: what is missing is trained and evaluated."""
+"""Reproduce a table or figure as a sweep that can be resumed: missing runs are trained and evaluated."""
 
 import base64
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ from moatlab.training.api import train_recipe
 from moatlab.training.recipe import Recipe, load_recipe
 from moatlab.training.run_folder import RunFolder
 
-LONG = 86400.0  # seconds: a machine without a GPU is not started on more unless it is asked to
+LONG = 86400.0  # seconds: without a GPU, more than this needs --yes
 
 
 def run_sweep(
@@ -39,10 +39,10 @@ def run_sweep(
     on: str | None = None,
     command: str | None = None,
 ) -> dict[str, Any]:
-    """Train and evaluate what is missing, and return (and write) the result. Runs that failed are named in it.
+    """Train and evaluate the missing runs; write and return the result, which lists runs that failed.
 
-    `known` are earlier results, whose runs are not repeated; `on` is where runs are trained (see `pool.each`); `yes`
-    also starts what takes days; `command` is recorded as what made the result.
+    `known`: earlier results, whose runs are not repeated. `on`: where to train (see `pool.each`). `yes`: start even if
+    it takes days. `command`: recorded in the result.
     """
     machine = machine or Machine()
     for job in [*sweep.jobs, *_in_folder(sweep, out)]:
@@ -57,14 +57,14 @@ def run_sweep(
     work = partial(train_and_evaluate, asked=sweep.asked, machine=machine, data_dir=data_dir)
     tasks = [(job.recipe, (out / job.name).absolute()) for job in missing]
     failures: list[dict[str, str]] = []
-    done, progress = 0.0, console.Bar("", sum(map(sweep.work, missing)))  # never shown: for the time left
+    done, progress = 0.0, console.Bar("", sum(map(sweep.work, missing)))  # not displayed, estimates the time left
     for count, (number, outcome) in enumerate(each(work, tasks, on, machine), 1):
         job = missing[number]
         if isinstance(outcome, NotWritten):
-            raise outcome  # the disk is full: the others could not be written either
+            raise outcome  # the disk is full: the other runs would fail too
         if isinstance(outcome, Exception):
             failures.append({"run": str(out / job.name), "message": str(outcome)})
-            console.warn(f"{job.name} failed: {outcome}; continuing with the others")
+            console.warn(f"{job.name} failed: {outcome}; the other runs continue")
         else:
             outcomes[job] = outcome
         done += sweep.work(job)
@@ -81,14 +81,10 @@ def run_sweep(
             plot_result(out / f"{name}.{suffix}", result)
         picture = base64.b64encode((out / f"{name}.png").read_bytes()).decode()
     folders = [RunFolder(out / job.name) for job in sweep.jobs if job.recipe.seed == 0]
-    publish(
-        [folder.path for folder in folders if folder.record.exists()],
-        out / f"{name}.html",
-        data_dir=data_dir,
-        trust_model_code=sweep.jobs[0].recipe.names_code,
-        title=f"{name}: {sweep.experiment.title}",
-        top=for_page(result) | {"picture": picture},
-    )
+    paths = [folder.path for folder in folders if folder.record.exists()]
+    title, top = f"{name}: {sweep.experiment.title}", for_page(result) | {"picture": picture}
+    trust = sweep.jobs[0].recipe.names_code
+    publish(paths, out / f"{name}.html", data_dir=data_dir, trust_model_code=trust, title=title, top=top)
     return result
 
 
@@ -99,29 +95,23 @@ def train_and_evaluate(recipe: Recipe, folder: Path, asked: Asked, machine: Mach
 
 
 def _check_images(sweep: Sweep, known: dict[Job, Outcome], images: Images) -> None:
-    """Refuse other images than those of runs that are known and, at the paper's size, a part of a data set."""
+    """Refuse images other than those of known runs and, at the paper's size, an incomplete data set."""
     data = sweep.jobs[0].recipe.data
     if sweep.at_full_size and images.note:
-        raise UserError(
-            f"{data} here is not the whole set ({images.note}), and the paper's numbers are of the whole; name a "
-            f"folder that holds it with --data-dir, get it with moat data get {data}, or use --preset small"
-        )
-    if strange := next((job for job, one in known.items() if one.data["sha256"] != images.sha256), None):
-        raise UserError(
-            f"{data} here is not the {data} that {strange.name} was trained on; name the folder that holds it with "
-            "--data-dir, or begin in another --out folder, without --known"
-        )
+        part = f"{data} is incomplete ({images.note}), and the paper uses all of it"
+        raise UserError(f"{part}; run moat data get {data}, name its folder with --data-dir, or use --preset small")
+    if other := next((job for job, one in known.items() if one.data["sha256"] != images.sha256), None):
+        trained = f"{other.name} was trained on another {data}"
+        raise UserError(f"{trained}; name that one with --data-dir, or use a new --out folder without --known")
 
 
 def _announce(
     sweep: Sweep, missing: list[Job], out: Path, images: Images, machine: Machine, on: str | None, *, yes: bool
 ) -> None:
-    """Print what will run and how long it takes, from a few real steps; refuse what takes days unless it is asked for.
-
-    A Ray cluster at an address has other machines, maybe with GPUs: nothing is timed here, or refused.
-    """
+    """Print what will run and how long it takes, estimated from a few real steps; without `yes`, refuse what takes
+    days. A Ray cluster at an address may have other hardware: nothing is timed or refused."""
     name, preset = sweep.experiment.name, sweep.preset
-    done = f" ({len(sweep.jobs) - len(missing)} are done)" if len(missing) < len(sweep.jobs) else ""
+    done = f" ({len(sweep.jobs) - len(missing)} done already)" if len(missing) < len(sweep.jobs) else ""
     passes = sum(job.passes for job in missing)
     console.note(f"{name}: {sweep.experiment.title}\npreset {preset}: {sweep.setting}")
     console.note(f"{len(missing)} runs to do{done}, {passes:g} passes over the training set")
@@ -133,17 +123,17 @@ def _announce(
         left = f"about {console.duration(seconds)} on this machine, evaluation included"
         if not has_gpu and not yes and (sweep.at_full_size or seconds > LONG):
             small = "mini" if sweep.experiment.data == "cifar10" else "small"
-            smaller = f"; --preset {small} shows the same shape in hours" if sweep.at_full_size else ""
-            would = f"{name} at --preset {preset} would take {left}, which has no GPU"
-            raise UserError(f"{would}; to start it all the same, add --yes{smaller}")
-    console.note(f"{left}; the runs go to {out}; stopped, the same command resumes them\n")
+            smaller = f", or use --preset {small}, which takes hours" if sweep.at_full_size else ""
+            would = f"{name} with --preset {preset} would take {left}, without a GPU"
+            raise UserError(f"{would}; add --yes to start it anyway{smaller}")
+    console.note(f"{left}; runs are written to {out}; if stopped, the same command resumes them\n")
 
 
 def _in_folder(sweep: Sweep, out: Path) -> list[Job]:
-    """The runs of other rows and seeds that are in the sweep's folder, with the recipes that they should have."""
+    """Runs in the sweep's folder, of other rows and seeds too, with the recipes that they should have."""
     paths = sorted(out.glob(f"*/{RunFile.RECIPE}"))
     jobs = {path: _job(sweep, recipe.method, recipe.seed) for path in paths if (recipe := load_recipe(path))}
-    return [job for path, job in jobs.items() if job.name == path.parent.name]  # or it is no run of a sweep
+    return [job for path, job in jobs.items() if job.name == path.parent.name]  # others are not runs of a sweep
 
 
 def _job(sweep: Sweep, method: str, seed: int) -> Job:
@@ -151,7 +141,7 @@ def _job(sweep: Sweep, method: str, seed: int) -> Job:
 
 
 def _kept(path: Path, outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Runs in the result that is about to be replaced which are not in the new one: they may be nowhere else."""
+    """Runs of the result to be replaced that are not in the new one: this file may be their only copy."""
 
     def identity(one: Outcome) -> tuple[Any, ...]:
         return one.recipe_sha256, one.images, one.aa_images, one.environment.get("threads")
@@ -160,19 +150,18 @@ def _kept(path: Path, outcomes: Iterable[Outcome]) -> list[Outcome]:
     try:
         return [one for one in read_outcomes(path) if identity(one) not in there] if path.exists() else []
     except UserError as error:
-        console.warn(f"{error}; it is replaced")
+        console.warn(f"{error}; replacing it")
         return []
 
 
 def _known(sweep: Sweep, job: Job, out: Path, before: list[Outcome]) -> Outcome | None:
-    """The outcome of a run that was done before: in the sweep's folder, or in an earlier result."""
+    """The outcome of an earlier run, from the sweep's folder or an earlier result."""
     found = (*outcomes_in(out / job.name), *before)
     return next((one for one in found if one.answers(job.recipe, sweep.asked)), None)
 
 
 def _others(sweep: Sweep, out: Path, before: list[Outcome]) -> dict[str, list[Outcome]]:
-    """Runs of the same setting that are no rows here, by method: claims may compare with them. They are in the sweep's
-    folder, or in earlier results."""
+    """Method -> earlier runs of the same setting that are no rows here; claims may compare with them."""
     ours = {row.method for row in sweep.rows}
     methods = dict.fromkeys(row.method for one in EXPERIMENTS.values() for row in one.rows if row.method not in ours)
     jobs = {method: [_job(sweep, method, seed) for seed in sweep.seeds] for method in methods}
