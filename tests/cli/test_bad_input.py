@@ -135,7 +135,7 @@ def test_a_recipe_file_with_a_mistake_is_refused(refuses, alone, command, conten
         (["compare", "fgsm", "fgsm"], "once"),
         (["train", "--resume"], "name the run to resume with --out"),
         (["train", "--resume", "--out", "nothing"], "there is no run in nothing to resume"),
-        (["eval", "nothing.pt", "--attacks", "pgd50 aa"], "no attack 'pgd50 aa'"),
+        (["eval", "nothing.pt", "--attacks", "pgd50 aa"], "unknown attack 'pgd50 aa'"),
         (["compare", "fgsm", " fgsm"], "once"),
         (["data", "get", "nosuch"], "'nosuch'"),
         (["data", "get", "cifar1o"], "did you mean cifar10?"),

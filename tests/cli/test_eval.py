@@ -385,8 +385,8 @@ def test_the_audit_is_reported(moat, run_folder):
     ("options", "says"),
     [
         (["--attacks", "pgd5O"], "did you mean pgd50?"),
-        (["--attacks", ""], "there is no attack"),
-        (["--attacks", "autoattack"], "there are clean, fgsm"),
+        (["--attacks", ""], "unknown attack"),
+        (["--attacks", "autoattack"], "choose from clean, fgsm"),
         (["--eps", "8"], "8/255"),
         (["--eps", "0"], "--eps 0"),
         (["--eps", "-1/255"], "--eps -1/255"),

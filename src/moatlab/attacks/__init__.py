@@ -1,4 +1,4 @@
-"""Attacks as pure functions on a model (or a `Probe` of it): they return examples and leave the model as found."""
+"""Attacks as pure functions of a model (or a `Probe` of it): they return images and leave the model unchanged."""
 
 from typing import TYPE_CHECKING
 

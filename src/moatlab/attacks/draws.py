@@ -1,4 +1,4 @@
-"""Random numbers for evaluation: functions of the seed, their purpose and the number of the example, nothing else."""
+"""Random numbers for attacks: pure functions of the seed, the purpose and the number of the image."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,16 +10,13 @@ from torch import Tensor
 from moatlab.attacks.norms import Threat, unit
 from moatlab.runtime.randomness import generator
 
-BLOCK, BLOCK_NUMBERS = 128, 2**22  # examples that share a generator; fewer of large images
+BLOCK, BLOCK_NUMBERS = 128, 2**22  # images that share a generator, and their numbers, at most
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws of some examples, named by their numbers in the data set.
-
-    Batch size, chunk, order, shard and which examples are still robust change no draw. They are made on the CPU, so
-    the device changes none either.
-    """
+    """Random draws for images, identified by their index in the data set. They do not depend on batch size, chunk,
+    order, shard or which images are still robust, nor on the device: all are made on the CPU."""
 
     seed: int
     examples: Tensor  # int64, on the CPU
@@ -32,7 +29,7 @@ class Draws:
         return replace(self, examples=self.examples[rows.cpu()])
 
     def each(self, purpose: str, shape: tuple[int, ...], *counters: int, normal: bool = False) -> Tensor:
-        """U(0, 1), or N(0, 1), of the given shape for each example. A whole block is drawn for any of its examples."""
+        """U(0, 1), or N(0, 1), of the given shape for each image. A block is always drawn as a whole."""
         draw = torch.randn if normal else torch.rand
         size = max(min(BLOCK, BLOCK_NUMBERS // math.prod(shape)), 1)
         values = torch.empty(len(self.examples), *shape, dtype=torch.float32, device="cpu")
@@ -44,13 +41,13 @@ class Draws:
         return values
 
     def shared(self, purpose: str, count: int, *counters: int) -> list[float]:
-        """U(0, 1), the same for all examples."""
+        """U(0, 1), the same for all images."""
         draws = generator(self.seed, purpose, *counters)
         numbers: list[float] = torch.rand(count, generator=draws, dtype=torch.float32, device="cpu").tolist()
         return numbers
 
     def in_ball(self, x: Tensor, threat: Threat, purpose: str, *counters: int) -> Tensor:
-        """x plus noise that is uniform in the ball."""
+        """x plus uniform noise in the ball."""
         shape = tuple(x.shape[1:])
         if threat.norm == "linf":
             return x + (2 * threat.eps * self.each(purpose, shape, *counters) - threat.eps).to(x)
@@ -58,6 +55,6 @@ class Draws:
         return x + threat.fill(normal, self.each(f"{purpose} radius", (), *counters)).to(x)
 
     def on_sphere(self, x: Tensor, threat: Threat, purpose: str, *counters: int) -> Tensor:
-        """x plus noise of norm eps, as Auto-PGD starts: uniform noise (L-inf) or Gaussian noise (L2), scaled."""
+        """The start of Auto-PGD: x plus uniform (L-inf) or Gaussian (L2) noise, scaled to norm eps."""
         noise = self.each(purpose, tuple(x.shape[1:]), *counters, normal=threat.norm == "l2")
         return x + threat.eps * unit((2 * noise - 1 if threat.norm == "linf" else noise).to(x), threat.norm)

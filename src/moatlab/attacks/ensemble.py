@@ -1,9 +1,9 @@
-"""Attacks by name, each as a list of parts; and AutoAttack, which runs four of them in turn."""
+"""Attacks by name, each as a list of parts; and AutoAttack, a sequence of four."""
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moatlab.attacks.auto_pgd import apgd
 from moatlab.attacks.catalog import CATALOG, RESTARTS, TARGETS, check_classes
@@ -11,17 +11,17 @@ from moatlab.attacks.draws import Draws
 from moatlab.attacks.fast_boundary import fab
 from moatlab.attacks.first_order import cw, fgsm, mim, pgd, strong_pgd
 from moatlab.attacks.losses import is_wrong
-from moatlab.attacks.norms import Norm, Threat
-from moatlab.attacks.probe import Probe, as_probe
+from moatlab.attacks.norms import Eps, Norm, Threat
+from moatlab.attacks.probe import Model, Probe, as_probe
 from moatlab.attacks.square_attack import QUERIES, square
 
-GROUP = 3  # restarts or targets that are tried side by side
-SEGMENT = 500  # of Square's queries, after which an evaluation can be continued
+GROUP = 3  # restarts or targets tried side by side
+SEGMENT = 500  # queries of Square per part; an evaluation can resume after each
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some restarts, targets or queries of an attack: what runs between two looks at which images are still robust."""
+    """Some restarts, targets or queries of an attack. After each part, broken images are dropped."""
 
     attack: str
     threat: Threat
@@ -29,13 +29,13 @@ class Part:
 
     @property
     def passes(self) -> float:
-        """Over an image, at most; for the time left."""
+        """The highest cost per image, to estimate the remaining time."""
         entry = CATALOG[self.attack]
         return entry.passes * len(self.tries) / (QUERIES if entry.tries == "queries" else 1)
 
     @property
     def continues(self) -> bool:
-        """Whether it starts from the points at which the part before it ended."""
+        """Whether it starts from the final points of the previous part."""
         return self.attack == "square" and self.tries.start > 0
 
     def run(self, probe: Probe, x: Tensor, y: Tensor, draws: Draws, before: Tensor | None = None) -> Tensor:
@@ -60,7 +60,7 @@ class Part:
 
 
 def parts_of(name: str, threat: Threat, classes: int, *, restarts: int = RESTARTS) -> list[Part]:
-    """What an attack does, in order. `restarts` are those of pgd50 and cw50."""
+    """The parts of an attack, in order. `restarts` applies to pgd50 and cw50."""
     attack = CATALOG[name]
     if attack.members:
         return [part for member in attack.members for part in parts_of(member, threat, classes)]
@@ -68,26 +68,22 @@ def parts_of(name: str, threat: Threat, classes: int, *, restarts: int = RESTART
     tries = {
         "one": [range(1)],
         "restarts": in_groups(range(restarts), first=1),
-        "targets": in_groups(ranks, first=GROUP if name == "fab-t" else 1),  # after apgd-t, few images break early
+        "targets": in_groups(ranks, first=GROUP if name == "fab-t" else 1),  # after apgd-t, few images are broken early
         "queries": [range(begin, begin + SEGMENT) for begin in range(0, QUERIES, SEGMENT)],
     }
     return [Part(name, threat, some) for some in tries[attack.tries]]
 
 
 def in_groups(numbers: range, first: int) -> list[range]:
-    """Restarts or targets that are tried side by side: few images are left by then, and batches are fuller so. The
-    first ones, which break most of what breaks, go `first` at a time."""
-    head, rest = numbers[:first], numbers[first:]
-    return [head, *(rest[begin : begin + GROUP] for begin in range(0, len(rest), GROUP))]
+    """The `first` numbers, which break most images, then groups of GROUP, which fill the batches with what is left."""
+    return [numbers[:first], *(numbers[begin : begin + GROUP] for begin in range(first, len(numbers), GROUP))]
 
 
 def autoattack(
-    model: Probe | nn.Module, x: Tensor, y: Tensor, *, eps: float | str, norm: Norm = "linf", draws: Draws | None = None
+    model: Model, x: Tensor, y: Tensor, *, eps: Eps, norm: Norm = "linf", draws: Draws | None = None
 ) -> Tensor:
-    """An example that fools the model for each image where one was found, and the image itself elsewhere.
-
-    APGD on the cross-entropy, targeted APGD on the DLR loss, targeted FAB and Square, each on the images that the ones
-    before it did not break: "standard" AutoAttack. Croce and Hein, 2020.
+    """An adversarial example for each image, or the image if none was found. This is "standard" AutoAttack: APGD on
+    cross-entropy, targeted APGD on DLR, targeted FAB and Square, each on the images still robust. Croce and Hein, 2020.
     """
     probe = as_probe(model)
     logits = probe.logits(x)

@@ -1,38 +1,31 @@
-"""FAB: the nearest point on the other side of the decision boundary. Croce and Hein, 2020 (targeted version)."""
+"""Targeted FAB: the adversarial point nearest to the image. Croce and Hein, 2020."""
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moatlab.attacks.active import first_broken, side_by_side
+from moatlab.attacks.active import keep_broken, side_by_side
 from moatlab.attacks.auto_pgd import classes_of_ranks
 from moatlab.attacks.losses import is_wrong, logit_gap
-from moatlab.attacks.norms import Norm, Threat, distance, per_image
-from moatlab.attacks.probe import Probe, as_probe
+from moatlab.attacks.norms import Eps, Norm, Threat, distance, per_image
+from moatlab.attacks.probe import Model, as_probe
 
 ALPHA_MAX, ETA, BETA = 0.1, 1.05, 0.9
 
 
 def fab(
-    model: Probe | nn.Module,
-    x: Tensor,
-    y: Tensor,
-    *,
-    eps: float | str,
-    norm: Norm = "linf",
-    ranks: Sequence[int] = (2,),
-    steps: int = 100,
+    model: Model, x: Tensor, y: Tensor, *, eps: Eps, norm: Norm = "linf", ranks: Sequence[int] = (2,), steps: int = 100
 ) -> Tensor:
-    """The first adversarial iterate within eps of x, or x itself. `ranks` are the targets among the model's answers for
-    x, tried side by side: 2 is the runner-up. There is nothing random in it.
+    """The first adversarial iterate within eps of x, or x. `ranks` are the target classes by their rank in the logits
+    of x (2: the runner-up), tried side by side. Deterministic.
 
-    The boundary towards the target t is taken for the hyperplane where the linearised z_t - z_y vanishes. With d1 and
-    d2 the steps that bring z and x onto it inside [0, 1], and alpha = min(|d1| / (|d1| + |d2|), 0.1),
+    The boundary with target t is approximated by the hyperplane where the linearised z_t - z_y is zero. With d1 and d2
+    the steps that project z and x onto it inside [0, 1], and alpha = min(|d1| / (|d1| + |d2|), 0.1),
 
         z <- (1 - alpha) (z + 1.05 d1) + alpha (x + 1.05 d2)
 
-    and an iterate that fools the model is pulled back: z <- x + 0.9 (z - x).
+    and an adversarial iterate is moved back towards x: z <- x + 0.9 (z - x).
     """
     probe, threat = as_probe(model), Threat.of(eps, norm)
     target = classes_of_ranks(probe.logits(x), ranks)
@@ -52,8 +45,7 @@ def fab(
         hit = wrong & (distance(z - x, norm) <= threat.eps)
         z, crossed = torch.where(per_image(wrong), x + BETA * (z - x), z), z
         if hit.any():
-            hits, left = first_broken(hit, rows, len(found))
-            found[rows[hits]] = crossed[hits]
+            left = keep_broken(found, crossed, hit, rows)
             rows, x, y, target, z = (state[left] for state in (rows, x, y, target, z))
             if not len(rows):
                 break
@@ -61,14 +53,14 @@ def fab(
 
 
 def onto_hyperplane(z: Tensor, w: Tensor, gap: Tensor, norm: Norm) -> Tensor:
-    """The shortest d with gap + <w, d> = 0 and z + d in [0, 1]; where there is none, the one that comes closest.
+    """The shortest d with gap + <w, d> = 0 and z + d in [0, 1]; if none exists, the one that comes closest.
 
     Every pixel moves against the sign of the gap, by min(t v, room) with v = 1 (L-inf) or |w| (L2), so t solves
 
         sum |w| min(t v, room) = |gap|.
 
-    The left side is concave and piecewise linear in t: Newton's method from t = 0 never overshoots and, having passed
-    each bend at most once, ends at the solution itself.
+    The left side is concave and piecewise linear in t, so Newton's method from t = 0 never overshoots, passes each
+    breakpoint at most once and ends at the exact solution.
     """
     flat, z = w.flatten(1), z.flatten(1)
     away = flat.sign() * torch.where(gap >= 0, -1, 1)[:, None]
@@ -83,7 +75,7 @@ def onto_hyperplane(z: Tensor, w: Tensor, gap: Tensor, norm: Norm) -> Tensor:
         moving = t * speed < room
         slope = (gain * moving).sum(1, keepdim=True)
         root = (need - torch.where(moving, 0, limit).sum(1, keepdim=True)) / slope
-        # Where nothing can move any more (no room, no gradient) all the room is taken.
+        # Slope 0 means that no pixel can move further: no room or no gradient.
         new = torch.where(slope > 0, root, everything).nan_to_num(everything, everything).maximum(t)
         if torch.equal(new, t):
             break

@@ -1,28 +1,28 @@
-"""Attacks that follow the gradient inside the eps-ball and the image range [0, 1]."""
+"""Gradient attacks inside the eps-ball and the image range [0, 1]: FGSM, PGD, CW and MIM."""
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moatlab.attacks.active import first_broken, side_by_side
+from moatlab.attacks.active import keep_broken, side_by_side
 from moatlab.attacks.losses import cross_entropy, is_wrong, margin
-from moatlab.attacks.norms import Norm, Threat, per_image
-from moatlab.attacks.probe import Probe, as_probe
+from moatlab.attacks.norms import Eps, Norm, Threat, per_image
+from moatlab.attacks.probe import Model, as_probe
 
 
-def fgsm(model: Probe | nn.Module, x: Tensor, y: Tensor, *, eps: float | str, norm: Norm = "linf") -> Tensor:
+def fgsm(model: Model, x: Tensor, y: Tensor, *, eps: Eps, norm: Norm = "linf") -> Tensor:
     """x + eps sign(grad L(x, y)), clipped to [0, 1] (L2: the gradient's unit vector). Goodfellow et al., 2015."""
     threat = Threat.of(eps, norm)
     return pgd(model, x, y, eps=threat.eps, step_size=threat.eps, steps=1, norm=norm)
 
 
 def pgd(
-    model: Probe | nn.Module,
+    model: Model,
     x: Tensor,
     y: Tensor,
     *,
-    eps: float | str,
+    eps: Eps,
     step_size: float,
     steps: int,
     norm: Norm = "linf",
@@ -30,7 +30,7 @@ def pgd(
 ) -> Tensor:
     """The last of `steps` iterates z <- P[z + step_size sign(grad L(z, y))] from `start`, or x. Madry et al., 2018.
 
-    P projects onto the eps-ball around x and onto [0, 1], the start included.
+    P projects onto the eps-ball around x and onto [0, 1]; the start is projected too.
     """
     probe, threat = as_probe(model), Threat.of(eps, norm)
     z = x if start is None else threat.project(start, x)
@@ -41,33 +41,31 @@ def pgd(
 
 
 def strong_pgd(
-    model: Probe | nn.Module,
+    model: Model,
     x: Tensor,
     y: Tensor,
     *,
-    eps: float | str,
+    eps: Eps,
     step_size: float,
     steps: int,
     norm: Norm = "linf",
     start: Tensor | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
 ) -> Tensor:
-    """PGD that keeps the first iterate that fools the model, start and last included; x itself where none does.
+    """PGD that returns the first adversarial iterate, from the start to the last, or x. Broken images are dropped.
 
-    An example is left alone from then on, so the work goes to those still robust. `start` may hold several points for
-    each image (the first of all images, then the second of all): they are tried side by side, in fuller batches.
+    `start` may hold several points per image (the first of all images, then the second of all), tried side by side.
     """
     probe, threat = as_probe(model), Threat.of(eps, norm)
     found = x.clone()
     rows, x, y = side_by_side(1 if start is None else len(start) // len(x), x, y)
     z = x if start is None else threat.project(start, x)
     for step in range(steps + 1):
-        last = step == steps  # nothing follows it: logits are enough
+        last = step == steps  # needs no gradient
         gradient, logits = (z, probe.logits(z)) if last else probe.gradient(z, y, loss=loss)
         wrong = is_wrong(logits, y)
         if wrong.any():
-            hits, left = first_broken(wrong, rows, len(found))
-            found[rows[hits]] = z[hits]
+            left = keep_broken(found, z, wrong, rows)
             rows, x, y, z, gradient = (state[left] for state in (rows, x, y, z, gradient))
         if last or not len(rows):
             break
@@ -76,11 +74,11 @@ def strong_pgd(
 
 
 def cw(
-    model: Probe | nn.Module,
+    model: Model,
     x: Tensor,
     y: Tensor,
     *,
-    eps: float | str,
+    eps: Eps,
     step_size: float,
     steps: int,
     norm: Norm = "linf",
@@ -91,11 +89,11 @@ def cw(
 
 
 def mim(
-    model: Probe | nn.Module,
+    model: Model,
     x: Tensor,
     y: Tensor,
     *,
-    eps: float | str,
+    eps: Eps,
     step_size: float,
     steps: int,
     norm: Norm = "linf",

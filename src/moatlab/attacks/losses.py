@@ -1,4 +1,4 @@
-"""What attacks maximise: each takes logits and labels and gives one number per example."""
+"""Losses that attacks maximise: from logits and labels, one number per image."""
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,8 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def margin(logits: Tensor, y: Tensor) -> Tensor:
-    """max_{j != y} z_j - z_y: above 0 exactly where the model is wrong. Carlini and Wagner, 2017, without kappa.
-
-    The label's own logit is masked with -inf; multiplying it away would go wrong where all others are negative.
-    """
-    others = logits.scatter(1, y[:, None], -torch.inf).max(1).values
+    """max_{j != y} z_j - z_y: above 0 exactly where the model is wrong. Carlini and Wagner, 2017, without kappa."""
+    others = logits.scatter(1, y[:, None], -torch.inf).max(1).values  # a mask of 0 fails where all others are negative
     return others - _at(logits, y)
 
 
@@ -36,7 +33,7 @@ def logit_gap(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
 
 
 def is_wrong(logits: Tensor, y: Tensor) -> Tensor:
-    """Where the model's answer is not y; logits that are not numbers are no answer."""
+    """Whether the prediction is not y. Logits with NaN are wrong."""
     return (logits.argmax(1) != y) | logits.isnan().any(1)
 
 

@@ -1,6 +1,6 @@
-"""What an attacker may do: move an image by at most eps, in L-inf or L2, inside the image range [0, 1].
+"""Threat models: perturbations of norm at most eps, L-inf or L2, inside the image range [0, 1].
 
-Tensors are used through their methods only, so that a recipe's threat can be checked without importing torch.
+Only tensor methods are used, so that a recipe's threat can be checked without importing torch.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Norm = Literal["linf", "l2"]
+Eps = float | str  # a number, or a text such as 8/255
 NORM_NAMES = {"linf": "L-inf", "l2": "L2"}
 USUAL_EPS = {"linf": "8/255", "l2": "128/255"}
-TINY = 1e-12  # as in the reference code of AutoAttack, whose iterates ours equal
+TINY = 1e-12  # the value in AutoAttack's reference code, for equal iterates
 
 
 @dataclass(frozen=True)
 class Threat:
-    """The ball of radius eps around an image. `text` is eps as it was given, for people and files."""
+    """The ball of radius eps around an image. `text` is eps as the caller wrote it, for output and files."""
 
     norm: Norm
     eps: float
     text: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, eps: float | str | None = None, norm: str = "linf") -> Threat:
-        """`eps` is a number or a text such as 8/255; None is the norm's usual radius. An L2 radius may be above 1."""
+    def of(cls, eps: Eps | None = None, norm: str = "linf") -> Threat:
+        """`eps` is a number or a text such as 8/255; None means `USUAL_EPS`. An L2 radius may be above 1."""
         if norm not in NORM_NAMES:
             raise UserError(f"the norm must be one of {', '.join(NORM_NAMES)}, not '{norm}'")
         text = USUAL_EPS[norm] if eps is None else str(eps).strip()
@@ -52,12 +53,12 @@ class Threat:
         return f"{NORM_NAMES[self.norm]} eps {self.text or self.eps}"
 
     def scaled(self, factor: float) -> Threat:
-        """The ball with another radius. In L-inf a radius of 1 reaches every image, so no larger one is made."""
+        """The ball with radius factor * eps; in L-inf below 1, which already reaches every image."""
         radius = factor * self.eps
         return Threat(self.norm, radius if self.norm == "l2" else min(radius, 1 - 1e-6))
 
     def project(self, z: Tensor, x: Tensor) -> Tensor:
-        """z moved back into the ball around x, then into [0, 1] (which brings it only closer to x)."""
+        """z projected onto the ball around x, then onto [0, 1] (which only moves it closer to x)."""
         if self.norm == "linf":
             return z.clamp(*box(x, self.eps))
         delta = z - x
@@ -65,7 +66,7 @@ class Threat:
         return (x + delta / (length + TINY) * length.clamp(max=self.eps)).clamp_(0, 1)
 
     def steepest(self, gradient: Tensor) -> Tensor:
-        """The step of length one along which a linear loss grows most: the sign (L-inf) or the unit vector (L2)."""
+        """The steepest ascent direction of norm one: the gradient's sign (L-inf) or its unit vector (L2)."""
         return gradient.sign() if self.norm == "linf" else unit(gradient, "l2")
 
     def noise(self, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -79,12 +80,12 @@ class Threat:
         return self.fill(normal, torch.rand(len(x), generator=generator, device=x.device, dtype=x.dtype))
 
     def fill(self, normal: Tensor, fraction: Tensor) -> Tensor:
-        """Gaussian noise, and a draw from U(0, 1) for each image, as a point uniform in the L2 ball around 0."""
+        """A uniform point in the L2 ball around 0, from Gaussian noise and a number from U(0, 1) per image."""
         return per_image(self.eps * fraction ** (1 / normal[0].numel())) * unit(normal, "l2")
 
 
 def box(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The lowest and highest values that the L-inf ball around x has inside [0, 1]."""
+    """Lower and upper bounds of the L-inf ball around x inside [0, 1]."""
     return (x - eps).clamp_(0, 1), (x + eps).clamp_(0, 1)
 
 
@@ -95,8 +96,8 @@ def distance(delta: Tensor, norm: Norm) -> Tensor:
 
 
 def unit(direction: Tensor, norm: Norm) -> Tensor:
-    """Each image's direction scaled to norm one; zero stays zero. A very small one is first divided by its largest
-    entry, or the squares of its entries would vanish."""
+    """Each image's direction scaled to norm one; zero stays zero. A tiny one is first divided by its largest entry, so
+    that the squares of its entries do not underflow."""
     largest = distance(direction, "linf")
     small = (largest < 1e-8) & (largest > 0)
     direction = direction / per_image(largest.where(small, 1))

@@ -1,70 +1,55 @@
-"""The one place where an attack touches a model: only the input is differentiated, and the model is left as found."""
+"""How attacks call a model: only the input is differentiated, and the model is left unchanged."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from moatlab.attacks.losses import cross_entropy
 
-STEEP = 1e12  # in place of an infinite entry; its square is still a number
+STEEP = 1e12  # replaces an infinite entry; its square is still finite
 
 
+@dataclass(eq=False, repr=False)
 class Probe:
-    """Logits and input gradients of a model, in the mode the model is in.
+    """Logits and input gradients of a model, in its current mode.
 
-    Parameters are frozen while the input is differentiated: backpropagation then skips every weight gradient,
-    a third of the work that `loss.backward()` would do. With a batch size, images go through in batches of about
-    equal size, none larger; `forwards` and `gradients` count images. `memory_format` is how the model gets its images.
-    `inference_mode` is quicker than no gradients, but not every model can be differentiated after it. `tick` is called
-    after each batch, and may raise.
+    Parameters are frozen while the input is differentiated, which skips all weight gradients: a third of the work of
+    `loss.backward()`. `inference_mode` is faster than no_grad, but some models cannot be differentiated after it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        batch_size: int | None = None,
-        memory_format: torch.memory_format = torch.preserve_format,
-        inference_mode: bool = False,
-        tick: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.model = model
-        self.batch_size = batch_size
-        self.memory_format = memory_format
-        self.without_gradients = torch.inference_mode if inference_mode else torch.no_grad
-        self.tick = tick
-        self.forwards = self.gradients = 0
+    model: nn.Module
+    _: KW_ONLY
+    batch_size: int | None = None  # the largest; images are split evenly
+    memory_format: torch.memory_format = torch.preserve_format  # of the model's input
+    inference_mode: bool = False
+    tick: Callable[[], None] = lambda: None  # called after each batch; may raise
+    forwards: int = field(default=0, init=False)  # images
+    gradients: int = field(default=0, init=False)
 
     def logits(self, x: Tensor) -> Tensor:
-        """What the model answers; nothing can be differentiated through it."""
-        with self.without_gradients():
-            answers = [self._call(part) for (part,) in self._split(x)]
-        torch.clear_autocast_cache()  # or earlier PyTorch would train on with casts that have no graph
-        answer = joined(answers)
-        return answer.clone() if answer.is_inference() else answer
+        """The model's logits, without a graph."""
+        with torch.inference_mode() if self.inference_mode else torch.no_grad():
+            logits = joined([self._call(part) for (part,) in self._split(x)])
+        torch.clear_autocast_cache()  # earlier PyTorch would keep casts without a graph and train with them
+        return logits.clone() if logits.is_inference() else logits
 
-    def gradient(
-        self, x: Tensor, *labels: Tensor, loss: Callable[..., Tensor] = cross_entropy
-    ) -> tuple[Tensor, Tensor]:
-        """The gradient of each example's loss(logits, *labels) by its own input, and the logits met on the way."""
+    def gradient(self, x: Tensor, *y: Tensor, loss: Callable[..., Tensor] = cross_entropy) -> tuple[Tensor, Tensor]:
+        """The gradient of each image's loss(logits, *y) with respect to the image, and the logits."""
         gradients, answers = [], []
         with frozen(self.model), torch.inference_mode(False), torch.enable_grad():
-            for part, *marks in self._split(x, *labels):
-                part, *marks = (
-                    tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in (part, *marks)
-                )
+            for tensors in self._split(x, *y):
+                part, *labels = (one.clone() if one.is_inference() else one.detach() for one in tensors)
                 part.requires_grad_()
                 logits = self._call(part)
-                # The sum, not the mean: no example's gradient depends on how many others share its batch.
-                total = loss(logits, *marks).sum()
+                total = loss(logits, *labels).sum()  # not the mean, so that gradients do not depend on the batch size
+                gradient = torch.zeros_like(part)  # of a model that is not differentiable
                 if total.requires_grad:
                     (gradient,) = torch.autograd.grad(total, part, materialize_grads=True)
-                else:  # a model that nothing can be differentiated through has no slope to follow
-                    gradient = torch.zeros_like(part)
-                # Not a number: no direction to follow there. Beyond all numbers: a steep one.
-                gradients.append(gradient.nan_to_num(0, STEEP, -STEEP))
+                gradients.append(gradient.nan_to_num(0, STEEP, -STEEP))  # NaN has no direction
                 answers.append(logits.detach())
                 self.gradients += len(part)
         return joined(gradients), joined(answers)
@@ -75,7 +60,7 @@ class Probe:
         yield from zip(*(tensor.tensor_split(max(batches, 1)) for tensor in tensors), strict=True)
 
     def _call(self, x: Tensor) -> Tensor:
-        """Never a batch of one in eval mode: its convolutions round differently, so it goes as two of the same."""
+        """In eval mode a single image is passed twice: convolutions round differently for a batch of one."""
         count = len(x)
         if count == 1 and not self.model.training:
             x = x.expand(2, *x.shape[1:])
@@ -87,17 +72,20 @@ class Probe:
         return logits[:count].to(x.dtype)  # losses and steps in the precision of the images
 
 
+Model: TypeAlias = Probe | nn.Module
+
+
 def joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def as_probe(model: Probe | nn.Module) -> Probe:
+def as_probe(model: Model) -> Probe:
     return model if isinstance(model, Probe) else Probe(model)
 
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Parameters take no gradients inside; afterwards exactly those that did before do again."""
+    """Parameters require no gradient inside; afterwards exactly those that did before do again."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trainable:
         parameter.requires_grad_(False)
@@ -110,7 +98,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module is in the mode it was in, layers frozen by the user among them."""
+    """Eval mode inside; afterwards each module has its own earlier mode, such as layers that the user froze."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

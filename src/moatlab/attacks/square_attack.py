@@ -1,36 +1,36 @@
-"""Square: random search that sees only logits. Andriushchenko, Croce, Flammarion and Hein, 2020."""
+"""Square: random search that uses logits only. Andriushchenko, Croce, Flammarion and Hein, 2020."""
 
 import math
 from functools import lru_cache
+from types import EllipsisType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moatlab.attacks.draws import Draws
 from moatlab.attacks.losses import is_wrong, margin
-from moatlab.attacks.norms import TINY, Norm, Threat, box, distance, per_image, unit
-from moatlab.attacks.probe import Probe, as_probe
+from moatlab.attacks.norms import TINY, Eps, Norm, Threat, box, distance, per_image, unit
+from moatlab.attacks.probe import Model, as_probe
 
 QUERIES = 5000
-# The share of the image that a square covers is halved after these queries.
-HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
+HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # queries after which the area of a square is halved
 
 
 def square(
-    model: Probe | nn.Module,
+    model: Model,
     x: Tensor,
     y: Tensor,
     *,
-    eps: float | str,
+    eps: Eps,
     norm: Norm = "linf",
     queries: range = range(QUERIES),
     start: Tensor | None = None,
     draws: Draws | None = None,
 ) -> Tensor:
-    """The first point that fools the model, or the best one met. A square of the image is changed at random, at the
-    same place for all examples, and the change kept where it lowers the margin z_y - max_{j != y} z_j.
+    """The first adversarial point, or the best one found. Each query changes a random square, at the same place in all
+    images, and keeps the change where it lowers the margin z_y - max_{j != y} z_j.
 
-    To continue an earlier call, give its result as `start` and the `queries` that follow.
+    To continue an earlier call, pass its result as `start` and the next `queries`.
     """
     probe, threat = as_probe(model), Threat.of(eps, norm)
     draws = draws or Draws.numbered(0, len(x))
@@ -62,13 +62,14 @@ def _share(query: int) -> float:
     return math.ldexp(0.8, -sum(query > halving for halving in HALVINGS))
 
 
-def _corner(number: float, image: int, side: int) -> int:
-    """The authors' code draws from 0 to image - side - 1: a square never touches the last row or column."""
-    return int((image - side) * number)
+def _place(x: Tensor, side: int, down: float, right: float) -> tuple[EllipsisType, slice, slice]:
+    """The index of a square. As in the authors' code, it never touches the last row or column (unless it fills all)."""
+    top, left = int((x.shape[2] - side) * down), int((x.shape[3] - side) * right)
+    return ..., slice(top, top + side), slice(left, left + side)
 
 
 def _first_point(x: Tensor, threat: Threat, draws: Draws) -> Tensor:
-    """Vertical stripes of +-eps (L-inf), or the whole image tiled with small humps of norm eps in all (L2)."""
+    """Vertical stripes of +-eps (L-inf), or a tiling with small humps, of total norm eps (L2)."""
     _, channels, height, width = x.shape
     if threat.norm == "linf":
         stripes = _signs(draws.each("square stripes", (channels, 1, width)))
@@ -87,12 +88,11 @@ def _first_point(x: Tensor, threat: Threat, draws: Draws) -> Tensor:
 
 
 def _recolour(best: Tensor, x: Tensor, eps: float, query: int, draws: Draws) -> Tensor:
-    """One square, each channel of it pushed by 2 eps up or down (which ends at the edge of the ball)."""
+    """Each channel of one square is moved up or down by 2 eps, that is, to the boundary of the ball."""
     _, channels, height, width = x.shape
     side = min(max(round(math.sqrt(_share(query) * height * width)), 1), height, width)
     down, right, *colours = draws.shared("square", 2 + channels, query)
-    top, left = _corner(down, height, side), _corner(right, width, side)
-    place = (slice(None), slice(None), slice(top, top + side), slice(left, left + side))
+    place = _place(x, side, down, right)
     push = 2 * eps * _signs(torch.tensor(colours)).to(x).view(-1, 1, 1)
     candidate = best.clone()
     candidate[place] = torch.clamp(best[place] + push, *box(x[place], eps))
@@ -100,15 +100,13 @@ def _recolour(best: Tensor, x: Tensor, eps: float, query: int, draws: Draws) -> 
 
 
 def _move_mass(best: Tensor, x: Tensor, eps: float, query: int, draws: Draws) -> Tensor:
-    """One square's perturbation is wiped out, and its mass (with what the eps-ball leaves unused) given to another
-    square, which keeps its old direction and takes a hump of random sign."""
+    """The perturbation in one square is removed. Its mass, and what the eps-ball has unused, goes to another square, as
+    that square's old direction plus a hump of random sign."""
     _, channels, height, width = x.shape
     side = max(round(math.sqrt(_share(query) * height * width)), 3)
     side = min(side + (side + 1) % 2, height, width)
     *corners, turned = draws.shared("square", 5, query)
-    top, left, top_from, left_from = (_corner(n, s, side) for n, s in zip(corners, (height, width) * 2, strict=True))
-    to = (slice(None), slice(None), slice(top, top + side), slice(left, left + side))
-    source = (slice(None), slice(None), slice(top_from, top_from + side), slice(left_from, left_from + side))
+    to, source = _place(x, side, *corners[:2]), _place(x, side, *corners[2:])
     signs = _signs(draws.each("square signs", (channels, 1, 1), query)).to(x)
 
     delta = best - x
@@ -135,7 +133,7 @@ def _signs(numbers: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _hump(side: int, turned: bool) -> Tensor:
-    """A square of norm one whose upper half is a positive hump and whose lower half a negative one; or turned."""
+    """A square of norm one, its upper half a positive hump, its lower half a negative one; or transposed."""
     upper = side // 2
     hump = torch.cat([_half_hump(upper, side), -_half_hump(side - upper, side)])
     hump = hump / hump.square().sum().sqrt()
@@ -143,7 +141,7 @@ def _hump(side: int, turned: bool) -> Tensor:
 
 
 def _half_hump(height: int, width: int) -> Tensor:
-    """At distance r (of the larger coordinate) from the middle: 1/(r+1)^2 + 1/(r+2)^2 + ... up to the border."""
+    """At L-inf distance r from the centre: 1/(r+1)^2 + 1/(r+2)^2 + ... up to the border."""
     if not height:
         return torch.zeros(0, width, dtype=torch.float64)
     reach = max(height, width) // 2 + 1
