@@ -15,7 +15,7 @@ from moatlab.data.images import as_floats
 from moatlab.evaluation.target import load_target
 from moatlab.models.registry import BUILT_IN, build_model, load
 from moatlab.runtime.errors import RunFailed
-from moatlab.sharing.onnx_graph import onnx_files
+from moatlab.sharing.export import onnx_files
 from moatlab.sharing.robustbench import to_robustbench
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
@@ -172,7 +172,8 @@ def test_robustbench_has_one_preact_resnet_and_others_are_refused_in_a_sentence(
 
 def test_what_cannot_be_exported_is_refused_in_a_sentence(run, moat, monkeypatch):
     ending = moat("export", run, "--format", "robustbench")
-    assert (ending.code, ending.err) == (2, "moat: RobustBench is of CIFAR-10 and CIFAR-100; this model is of data\n")
+    assert ending.code == 2
+    assert ending.err == "moat: RobustBench has CIFAR-10 and CIFAR-100 only; this model was trained on data\n"
     assert not (run / "export-robustbench").exists()
     (run.parent / "README.md").write_text("mine")
     assert "did not write" in moat("export", run, "--format", "safetensors", "--out", ".").err

@@ -1,1 +1,1 @@
-"""A trained model for other people and other tools."""
+"""Export a trained model to other tools, with a model card."""

@@ -1,9 +1,14 @@
-"""A run's model in the formats of other tools (safetensors, RobustBench, ONNX), with a model card."""
+"""Export the model of a run to safetensors, RobustBench or ONNX, with a model card."""
 
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from moatlab.attacks.norms import Threat
@@ -12,35 +17,35 @@ from moatlab.evaluation.target import card_path, model_sha256, weights_file
 from moatlab.models.registry import load
 from moatlab.models.weights import read_weights
 from moatlab.runtime.console import warn
-from moatlab.runtime.errors import UserError
+from moatlab.runtime.errors import RunFailed, UserError, users_code
 from moatlab.runtime.files import RunFile, atomic, make_folder
+from moatlab.runtime.randomness import generator
 from moatlab.sharing.model_card import card_text
-from moatlab.sharing.onnx_graph import onnx_files
 from moatlab.sharing.robustbench import robustbench_files
 from moatlab.training.recipe import load_recipe
 
-NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
 def export_run(
     run: Path, kind: str, out: Path | None = None, *, which: str = "last", trust_model_code: bool = False
 ) -> list[Path]:
-    """Writes the model of a run folder, and a model card, into `out` (RUN/export-KIND by default); returns the files.
-    `kind` is safetensors, robustbench or onnx."""
-    if missing := [name for name in NEEDED.get(kind, ()) if find_spec(name) is None]:
-        raise UserError(f'--format {kind} needs {", ".join(missing)}: pip install "moatlab[{kind}]"')
+    """Write the model of a run folder and a model card into `out` (default: RUN/export-KIND); return the files. `kind`:
+    safetensors, robustbench or onnx."""
+    if kind == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
+        raise UserError(f'--format onnx needs {", ".join(missing)}: pip install "moatlab[onnx]"')
     if not (run / RunFile.RECORD).exists():
-        raise UserError(f"{run} is not the folder of a run")
+        raise UserError(f"{run} is not a run folder")
     source = weights_file(run, which)
     description = read_weights(source)[1]
     if (run / RunFile.RECIPE).exists():
-        description["method"] = load_recipe(run / RunFile.RECIPE).method  # as the user wrote it, not its stages
+        description["method"] = load_recipe(run / RunFile.RECIPE).method  # as the user wrote it
     model = load(source, trust_model_code=trust_model_code)
     card = _card(card_path(run, which), model, description)
     out = out or run / f"export-{kind}"
     readme = out / "README.md"
     if readme.exists() and "library_name: moatlab" not in readme.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"--out {out}: there is a README.md that moatlab did not write; name another folder")
+        raise UserError(f"--out {out} has a README.md that moatlab did not write; name another folder")
     if kind == "safetensors":
         files = {str(RunFile.MODEL): source.read_bytes()}
     elif kind == "robustbench":
@@ -56,7 +61,7 @@ def export_run(
 
 
 def _card(path: Path, model: nn.Module, description: dict[str, Any]) -> Card | None:
-    """The evaluation of this very model on its own test images, under its own threat, in fp32; None without one."""
+    """The card, if it is of this model and its data and threat, in fp32; else None."""
     try:
         card = Card.read(path)
     except UserError:
@@ -64,4 +69,41 @@ def _card(path: Path, model: nn.Module, description: dict[str, Any]) -> Card | N
     sha256, threat = model_sha256(model, description["arguments"]), Threat.of(description["eps"], description["norm"])
     if reason := card.mismatch(model=sha256, data=description["data_sha256"], threat=threat):
         warn(f"{path} is left out: {reason}")
-    return None if reason else card
+        return None
+    return card
+
+
+def onnx_files(model: nn.Module, image_shape: Sequence[int]) -> dict[str, bytes]:
+    """The model as an ONNX graph for any batch size, whose logits were compared with the model's."""
+    import onnxruntime
+
+    height, width, channels = image_shape
+    images = torch.rand(4, channels, height, width, generator=generator(0, "images to compare"))
+    model = model.eval().requires_grad_(False)
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    with users_code("the model can't be exported to ONNX", RunFailed), torch.no_grad(), _quiet():
+        program: Any = torch.onnx.export(model, (images,), dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
+        graph: bytes = program.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+    for part in (images, images[:1], images[:3]):
+        logits = torch.from_numpy(session.run(["logits"], {"images": part.numpy()})[0])
+        with torch.no_grad():
+            distance = float((logits - model(part)).abs().max())
+        if not distance <= 1e-4 * max(1.0, float(logits.abs().max())):
+            raise RunFailed(f"the ONNX graph's logits differ from the model's by {distance:.2g}; nothing is written")
+    return {"model.onnx": graph}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter's warnings and its notes about packages that are not installed."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

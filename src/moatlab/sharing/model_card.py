@@ -1,4 +1,4 @@
-"""README.md of an exported model: the metadata that model hubs read, the results with their conditions, and its use."""
+"""README.md of an exported model: metadata for model hubs, results with their conditions, and usage."""
 
 import json
 from typing import Any
@@ -58,7 +58,7 @@ def card_text(kind: str, description: dict[str, Any], card: Card | None) -> str:
     threat = f"{NORM_NAMES[description['norm']]}, eps {description['eps']}"
     quoted = {"data": json.dumps(data), "method": json.dumps(method)}
     metadata = METADATA.format(**quoted)
-    results = "It has not been evaluated: `moat eval RUN` before this export writes results here.\n\n"
+    results = "It has not been evaluated; run `moat eval RUN` before the export to add results here.\n\n"
     if card:
         metadata += RESULTS.format(**quoted)
         results = f"On {card.data.images:,} test images ({threat}):\n\n"
@@ -72,13 +72,13 @@ def card_text(kind: str, description: dict[str, Any], card: Card | None) -> str:
         for flag in card.flags:
             results += f"Red flag `{flag.name}` ({flag.evidence}): {flag.meaning}\n\n"
     names_code = kind == "safetensors" and ":" in str(description["model"])
-    code = "The network itself is code of its author's, which must be importable.\n\n" if names_code else ""
+    code = "The code of the model is not included and must be importable.\n\n" if names_code else ""
     trust = ", trust_model_code=True" if names_code else ""
     height, width, channels = description["image_shape"]
     return (
         f"---\n{metadata}---\n\n# `{method}` on {data}\n\n"
-        f"An image classifier that was trained to be robust ({threat}) by `{method}`, with moatlab. It takes images in "
-        f"[0, 1], {width}x{height} with {channels} channels, without normalisation, and returns "
+        f"An image classifier, trained with `{method}` in moatlab to be robust ({threat}). It takes images in [0, 1] "
+        f"without normalisation, {width}x{height} pixels with {channels} channels, and returns "
         f"{description['classes']} logits, in this order: {', '.join(map(str, description['class_names']))}.\n\n"
         f"{results}## Use\n\n{code}{USE[kind].format(trust=trust)}"
     )

@@ -1,4 +1,4 @@
-"""A PreAct ResNet as a state dict of RobustBench's PreActResNet, with its model info."""
+"""Export a PreAct ResNet as a state dict of RobustBench's PreActResNet, with its model info."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def robustbench_files(model: nn.Module, description: dict[str, Any], card: Card 
         "eps": description["eps"],
         "footnote": "mu and sigma are buffers: (x - mu) / sigma comes first.",
     }
-    if card and card.data.images == KNOWN_SIZES[description["data"]][1]:  # RobustBench takes all test images
+    if card and card.data.images == KNOWN_SIZES[description["data"]][1]:  # RobustBench uses all test images
         for key, attack in (("clean_acc", "clean"), ("autoattack_acc", "aa"), ("reported", "aa")):
             if attack in card.results:
                 info[key] = f"{100 * card.results[attack].accuracy:.2f}"
@@ -41,12 +41,12 @@ def robustbench_files(model: nn.Module, description: dict[str, Any], card: Card 
 
 
 def to_robustbench(model: nn.Module, description: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
-    """Our tensors under RobustBench's names, with its buffers `mu` and `sigma`; and the name of its block."""
+    """The tensors under RobustBench's names, with its buffers `mu` and `sigma`; and the name of its block."""
     if description["data"] not in ("cifar10", "cifar100"):
-        raise UserError(f"RobustBench is of CIFAR-10 and CIFAR-100; this model is of {description['data']}")
+        raise UserError(f"RobustBench has CIFAR-10 and CIFAR-100 only; this model was trained on {description['data']}")
     name, arguments = description["model"], description["arguments"]
     if name not in LAYERS or not isinstance(model, PreActResNet):
-        raise UserError(f"RobustBench's PreAct ResNet is exported, from {', '.join(LAYERS)}; this model is {name}")
+        raise UserError(f"only {', '.join(LAYERS)} can be exported to RobustBench; this model is {name}")
     height, width, channels = description["image_shape"]
     if arguments["width"] != 64 or (height, width, channels) != (32, 32, 3):
         own = f"width {arguments['width']} and takes {width}x{height}"
