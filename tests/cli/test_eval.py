@@ -132,7 +132,7 @@ def test_saved_examples_are_verified_and_a_forged_one_is_caught(moat, run_folder
     np.savez(run_folder / "eval_adversarial.npz", **dict(saved, aa_x=plain))
     assert "is classified correctly" in moat("verify", card).out
     np.savez(run_folder / "eval_adversarial.npz", **dict(saved, aa_rows=saved["aa_rows"][:-1], aa_x=saved["aa_x"][:-1]))
-    assert "not those that the card says" in moat("verify", card).out
+    assert "not those of the card's broken images" in moat("verify", card).out
 
 
 def all_right(card):
@@ -160,13 +160,13 @@ def recount(card):
 @pytest.mark.parametrize(
     ("forge", "says"),
     [
-        (lambda card: card["all_attacks"].update(standing=39, accuracy=39 / 40), "accuracies are not those"),
-        (lambda card: card["results"]["apgd-ce"].update(interval=[0.9, 1.0]), "accuracies are not those"),
-        (lambda card: card["results"]["pgd50"].update(standing=39), "accuracies are not those"),
+        (lambda card: card["all_attacks"].update(standing=39, accuracy=39 / 40), "accuracies do not match"),
+        (lambda card: card["results"]["apgd-ce"].update(interval=[0.9, 1.0]), "accuracies do not match"),
+        (lambda card: card["results"]["pgd50"].update(standing=39), "accuracies do not match"),
         (lambda card: card["first_broken_by"].reverse(), "what broke each image first"),
-        (lambda card: card.update(flags=[]), "raise a red flag that it does not show"),
+        (lambda card: card.update(flags=[]), "raise a red flag that it does not list"),
         (all_right, "clean: the model is wrong about image"),
-        (more_images, "not one for each of the 40 images"),
+        (more_images, "not one verdict for each of the 40 images"),
         (lambda card: card["broken_by"]["pgd50"].__setitem__(slice(None), ["pgd50"] * 40), "wrong before the attack"),
         (lambda card: card["measured"].pop("pgd20"), "is not a card that moat eval wrote"),
     ],
@@ -228,21 +228,22 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
 def test_stopped_in_the_middle_of_aa_the_same_command_gives_the_same_card(moat_process, alone, undisturbed, stop):
     (alone / "small.py").write_text(SMALL)
-    stopped = 0
+    stopped = last = 0
     for minimum in (6, 15):  # within targeted APGD, and within Square
         process = moat_process(*COMMAND)
         while process.poll() is None:
             state = alone / STATE
-            if state.exists() and json.loads(state.read_text())["step"] > minimum:
+            step = json.loads(state.read_text())["step"] if state.exists() else 0
+            if step > max(minimum, last):  # written by this process, which handles signals by then
                 process.send_signal(stop)
-                stopped += 1
+                stopped, last = stopped + 1, step
                 break
             time.sleep(0.02)
         _, err = process.communicate()
         if stop != signal.SIGKILL:
             assert process.returncode == 128 + stop, err
             assert "moat: interrupted by" in err
-            assert "continue by starting it again" in err
+            assert "to continue, run it again" in err
         assert not (alone / "small-factory.eval.json").exists()
     assert stopped == 2
     process = moat_process(*COMMAND)
@@ -343,7 +344,7 @@ def test_a_short_look_at_images_that_are_sorted_by_class_is_warned_of(moat, alon
         "from torch import nn\ndef factory(): return nn.Sequential(nn.Flatten(), nn.Linear(768, 3))"
     )
     command = ("eval", "--model", "mine:factory", "--data", "sorted.npz", "--attacks", "fgsm")
-    assert "the first 30 are of 2 of 3 classes only" in moat(*command, "--n", 30).err
+    assert "the first 30 have only 2 of 3 classes" in moat(*command, "--n", 30).err
     assert "sorted by class" not in moat(*command).err
 
 
@@ -489,7 +490,7 @@ def test_models_that_cannot_be_attacked_are_refused(refuses, alone):
     )
     for name, says in [
         ("flat", "logits"),
-        ("nan", "not a number"),
+        ("nan", "output is NaN"),
         ("mates", "other images of its batch"),
         ("three", "3 classes"),
         ("fails", "nosuch"),

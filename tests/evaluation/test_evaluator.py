@@ -594,14 +594,14 @@ def refuse(says, model=None, x=None, y=None, **options):
         ("in place", {"model": Returns(lambda x: x.sub_(0.1).flatten(1)[:, :5])}),
         ("tuple", {"model": Returns(lambda x: (x, x))}),
         ("from -1 to 2", {"x": torch.tensor([-1.0, 2, 0, 0]).view(4, 1, 1, 1).expand(4, 3, 8, 8)}),
-        ("not a number|in \\[0, 1\\]", {"x": torch.full((2, 3, 8, 8), float("nan")), "y": torch.tensor([0, 1])}),
+        ("from nan to nan", {"x": torch.full((2, 3, 8, 8), float("nan")), "y": torch.tensor([0, 1])}),
         ("5 classes", {"y": torch.tensor([0, 1, 2, 5])}),
         ("-1", {"y": torch.tensor([0, 1, 2, -1])}),
         ("4 images and 3 labels", {"y": torch.tensor([0, 1, 2])}),
         ("whole number", {"y": torch.rand(4)}),
         ("shape", {"x": torch.rand(4, 192)}),
         ("shape \\(4,\\)", {"model": Returns(lambda x: x.flatten(1).sum(1))}),
-        ("not a number", {"model": Returns(lambda x: x.flatten(1)[:, :5] * float("nan"))}),
+        ("output is NaN", {"model": Returns(lambda x: x.flatten(1)[:, :5] * float("nan"))}),
         ("one output", {"model": Returns(lambda x: x.flatten(1)[:, :1])}),
         ("can't be run", {"model": Returns(lambda x: x @ torch.rand(3, 3))}),
         ("pgd50", {"model": Returns(lambda x: x.flatten(1)[:, :3]), "y": torch.tensor([0, 1, 2, 0])}),
@@ -681,7 +681,7 @@ def test_an_evaluation_does_not_resume_with_a_model_that_answers_otherwise(tmp_p
     x = torch.randint(256, (12, 8, 8, 3), dtype=torch.uint8)
     y = torch.arange(12) % 5
     evaluate(Rounding(levels), x, y, attacks=["fgsm"], eps=EPS, state=tmp_path)
-    with pytest.raises(UserError, match="of a model that gives other answers, with the same weights; delete it"):
+    with pytest.raises(UserError, match="of a model with the same weights but other outputs; delete it"):
         evaluate(Rounding(), x, y, attacks=["fgsm"], eps=EPS, state=tmp_path)
     evaluate(Rounding(levels), x, y, attacks=["fgsm"], eps=EPS, state=tmp_path)
 

@@ -1,4 +1,4 @@
-"""The evaluation card: what was measured, on what, how, and every verdict."""
+"""The evaluation card, `eval.json`: model, data, settings, results and every verdict."""
 
 import json
 import zipfile
@@ -34,7 +34,7 @@ class Data(BaseModel, extra="forbid", strict=True):
 
 
 class Result(Cost, Share):
-    note: str = ""  # in the file only where there is one
+    note: str = ""  # in the file only if there is one
 
 
 class Audit(BaseModel, extra="forbid", strict=True):
@@ -46,7 +46,7 @@ class Audit(BaseModel, extra="forbid", strict=True):
 
 
 class Card(BaseModel, extra="forbid", strict=True):
-    """What `eval.json` holds."""
+    """The content of `eval.json`."""
 
     subject: Subject
     data: Data
@@ -59,7 +59,7 @@ class Card(BaseModel, extra="forbid", strict=True):
     environment: dict[str, str | int]
     first_broken_by: list[str | None]
     broken_by: Verdicts
-    audit: Audit | None = None  # in the file only where there was one
+    audit: Audit | None = None  # in the file only if there was one
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -76,8 +76,8 @@ class Card(BaseModel, extra="forbid", strict=True):
         raise UserError(f"{path} is not a card that moat eval wrote")
 
     def write(self, path: Path) -> None:
-        """One line for each key, so that a person can read what comes before ten thousand verdicts."""
-        fields = with_checksum(self.model_dump(exclude_unset=True))
+        """One line for each key, so that the results can be read above ten thousand verdicts."""
+        fields = with_checksum(self.model_dump(exclude_defaults=True))
         lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
         with atomic(path) as file:
             file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
@@ -91,10 +91,10 @@ class Card(BaseModel, extra="forbid", strict=True):
         data: str,
         threat: Threat | None,
     ) -> str | None:
-        """Why this is not a card of a model, on these images, under a threat, in fp32; None if it is.
+        """Why this card is not of this model, data and threat, in fp32; None if it is.
 
-        A model is named by its own checksum (`Target.sha256`), or by that of its `weights` file and what builds it. If
-        no threat is named, the card may be under any, in any precision.
+        A model is given by its checksum (`Target.sha256`), or by that of its `weights` file and its factory. Without a
+        threat, any threat and precision match.
         """
         own, settings = self.subject, self.settings
         pairs = ((model, own.sha256), (weights, own.weights), (factory, own.model))
@@ -117,13 +117,11 @@ def evaluate_target(
     save_adversarial: bool = False,
     **options: Any,
 ) -> Card:
-    """Evaluate the first `count` test images, write the card beside the model, and return it. Started again after any
-    ending, it resumes. `options` are those of `evaluate`: seed, batch_size, audit, precision.
-
-    Connected processes take a part of the images each; the first writes the card.
-    """
+    """Evaluate the first `count` test images, write the card beside the model, and return it; resume if interrupted.
+    `options` are those of `evaluate`: seed, batch_size, audit, precision. Connected processes share the images, and the
+    first one writes the card."""
     images, norm = target.images, norm or target.threat.norm
-    # A radius of one norm means nothing in another.
+    # A radius is meaningless in another norm.
     threat = target.threat if eps is None and norm == target.threat.norm else Threat.of(eps, norm)
     count = len(images.test_y) if count is None else count
     if count > len(images.test_y):
@@ -144,8 +142,7 @@ def evaluate_target(
     mine = distributed.share(count)
     parts = distributed.from_all(mine)
     stem = target.card.name.removesuffix(".json")
-    numbers = ["", *(f"_{number}" for number in range(1, len(parts)))]
-    states = [target.card.with_name(f"{stem}{number}.partial") for number in numbers]
+    states = [target.card.with_name(f"{stem}{f'_{number}' if number else ''}.partial") for number in range(len(parts))]
     state, saved = states[parts.index(mine)], target.card.with_name(f"{stem}_adversarial.npz")
     with for_one_process(state):
         for path in (target.card, saved):
@@ -183,42 +180,40 @@ def evaluate_target(
 
 
 def warn_of_sorted(images: Images, count: int) -> None:
-    """The first images of a set that is sorted by class, as a user's arrays may be, say little about the others."""
+    """The first images of a sorted set, as users' arrays may be, do not represent it."""
     labels = images.test_y[:count]
     shown, all_classes = len(set(labels.tolist())), len(set(images.test_y.tolist()))
     if shown < all_classes and count > all_classes and bool((labels.diff() >= 0).all()):
-        warn(f"the test images are sorted by class: the first {count} are of {shown} of {all_classes} classes only")
+        warn(f"the test images are sorted by class: the first {count} have only {shown} of {all_classes} classes")
 
 
 def make_card(result: Evaluation, target: Target, environment: dict[str, str | int], saved: str | None) -> Card:
-    images, first = target.images, first_broken_by(result.broken_by)
-    results = {name: {**dict(shares(result.broken_by[name])), **dict(result.cost[name])} for name in result.attacks}
-    for name in results:
-        if CATALOG[name].note:
-            results[name]["note"] = CATALOG[name].note
-    card = Card(
+    images, broken_by, cost = target.images, result.broken_by, result.cost
+    first, audit = first_broken_by(broken_by), None
+    if AUDIT in broken_by:
+        broken = sum(verdict not in NOT_FOUND for verdict in broken_by[AUDIT])
+        audit = Audit(attacked=broken + broken_by[AUDIT].count(None), broken=broken, **dict(cost[AUDIT]))
+    return Card(
         subject=target.subject,
         data=Data(name=images.name, part="test", images=result.settings.images, sha256=images.sha256, note=images.note),
         settings=result.settings,
-        results={name: Result(**fields) for name, fields in results.items()},
+        results={
+            name: Result(**dict(shares(broken_by[name])), **dict(cost[name]), note=CATALOG[name].note)
+            for name in result.attacks
+        },
         all_attacks=shares(first),
         flags=result.flags,
         measured=result.measured,
         adversarial=saved,
         environment=environment,
         first_broken_by=first,
-        broken_by=result.broken_by,
+        broken_by=broken_by,
+        audit=audit,
     )
-    if AUDIT in result.broken_by:
-        verdicts = result.broken_by[AUDIT]
-        broken = sum(verdict not in NOT_FOUND for verdict in verdicts)
-        card.audit = Audit(attacked=broken + verdicts.count(None), broken=broken, **dict(result.cost[AUDIT]))
-    return card
 
 
 def keep_previous(path: Path, card: Card, saved: Path) -> None:
-    """A card that took longer is not lost to one that was asked less: it stays as NAME_previous.json (then
-    NAME_previous_2.json and so on), with its saved examples."""
+    """Keep a card of more attacks, images or examples as NAME_previous.json (then NAME_previous_2.json and so on)."""
     try:
         before = Card.read(path)
     except UserError:
@@ -234,11 +229,11 @@ def keep_previous(path: Path, card: Card, saved: Path) -> None:
         before.adversarial = f"{kept.stem}_adversarial.npz"
         saved.replace(path.with_name(before.adversarial))
     before.write(kept)
-    note(f"the earlier card, of more attacks, images or examples, is kept as {kept}")
+    note(f"the earlier card has more attacks, images or examples; it is kept as {kept}")
 
 
 def write_examples(path: Path, states: list[tuple[Path, int]], names: list[str], shape: tuple[int, ...]) -> None:
-    """`ATTACK_rows` and `ATTACK_x` (float32) for each attack, one piece in memory at a time; from the states of
+    """Write `ATTACK_rows` and `ATTACK_x` (float32) of each attack, one piece in memory at a time. `states`: folders of
     evaluations, each with the number of its first image."""
     with atomic(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name in names:

@@ -1,4 +1,4 @@
-"""Whether a model and its images can be evaluated at all. What can't be is refused before anything runs."""
+"""Checks of a model and its images before an evaluation, and the faster copy of the model that is attacked."""
 
 import copy
 from collections.abc import Sequence
@@ -12,41 +12,31 @@ from moatlab.attacks.probe import Probe
 from moatlab.runtime.console import note
 from moatlab.runtime.errors import UserError, users_code
 
-BATCH, BATCH_PIXELS = 256, 3 * 32 * 32  # images of that size; fewer of larger ones
+BATCH, BATCH_PIXELS = 256, 3 * 32 * 32  # images of this size; fewer of larger ones
 
 
 def check_input(x: Tensor, y: Tensor, examples: Tensor | None) -> None:
-    if x.dim() != 4 or not (x.is_floating_point() or x.dtype == torch.uint8):
-        raise UserError(
-            f"x has shape {tuple(x.shape)} and type {x.dtype}; it must be (N, C, H, W) floats or (N, H, W, C) bytes"
-        )
+    shape, floats = tuple(x.shape), x.is_floating_point()
+    if x.dim() != 4 or not (floats or x.dtype == torch.uint8):
+        raise UserError(f"x is {x.dtype} of shape {shape}; it must be (N, C, H, W) floats or (N, H, W, C) bytes")
     if x.dtype in (torch.float16, torch.bfloat16):
-        raise UserError(
-            f"x is {x.dtype}, in which small steps vanish and the ball is left by rounding; give x.float(), and let a "
-            'model of short numbers convert it, or evaluate it with precision="bf16" or "fp16"'
-        )
-    channels, others = (1, 3) if x.is_floating_point() else (3, 1)
-    if x.shape[channels] > 4 >= x.shape[others]:
-        order = "(0, 3, 1, 2)" if x.is_floating_point() else "(0, 2, 3, 1)"
-        raise UserError(
-            f"x has shape {tuple(x.shape)}, with channels in the wrong place; floats are (N, C, H, W) and bytes "
-            f"(N, H, W, C): x.permute{order}"
-        )
+        raise UserError(f"x is {x.dtype}, where small steps vanish; use x.float() and, for bf16 or fp16, `precision`")
+    channels, others, order = (1, 3, "(0, 3, 1, 2)") if floats else (3, 1, "(0, 2, 3, 1)")
+    if shape[channels] > 4 >= shape[others]:
+        raise UserError(f"x has shape {shape}, with the channels in the wrong place; use x.permute{order}")
     if len(x) != len(y) or not len(y):
-        raise UserError(f"there are {len(x)} images and {len(y)} labels; there must be as many, and at least one")
+        raise UserError(f"there are {len(x)} images and {len(y)} labels; one label for each image is needed")
     if y.dim() != 1 or y.is_floating_point():
-        raise UserError(f"y must hold one whole number for each image, not {y.dtype} of shape {tuple(y.shape)}")
-    if x.is_floating_point() and not (x.amin() >= 0 and x.amax() <= 1):
-        raise UserError(
-            f"images must lie in [0, 1], and these reach from {x.amin():.3g} to {x.amax():.3g}; "
-            "normalisation belongs inside the model"
-        )
+        raise UserError(f"y must be one whole number for each image, not {y.dtype} of shape {tuple(y.shape)}")
+    if floats and not (x.amin() >= 0 and x.amax() <= 1):
+        low, high = x.aminmax()
+        raise UserError(f"images reach from {low:.3g} to {high:.3g}, not in [0, 1]; normalise inside the model instead")
     if examples is not None and examples.shape != y.shape:
-        raise UserError("examples must give one number for each image")
+        raise UserError("examples must be one number for each image")
 
 
 class Outputs(NamedTuple):
-    """What a model's outputs show. `answers`, for a few images, tell it from another model with the same weights."""
+    """Properties of a model's outputs. `answers` to a few images identify a model beyond its weights."""
 
     classes: int
     answers: Tensor
@@ -55,14 +45,14 @@ class Outputs(NamedTuple):
 
 
 def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) -> Outputs:
-    """What the outputs for a few images show. A model that can't be attacked is refused."""
+    """Properties of the outputs for a few images; an error for a model that can't be attacked."""
 
     def ask(images: Tensor) -> Tensor:
         shown = images.clone()
         with users_code("the model can't be run on these images"), torch.no_grad():
             logits: Tensor = model(shown)
         if not torch.equal(shown, images):
-            raise UserError("the model changes its input images in place; let it work on a copy of them")
+            raise UserError("the model changes its input in place; let it work on a copy")
         if not isinstance(logits, Tensor):
             raise UserError(f"the model returns a {type(logits).__name__}; it must return a tensor of logits")
         return logits.clone()
@@ -70,17 +60,14 @@ def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) ->
     x = x if len(x) > 1 else x.repeat(2, 1, 1, 1)
     logits = ask(x)
     if logits.dim() != 2 or len(logits) != len(x):
-        raise UserError(
-            f"the model's output for {len(x)} images has shape {tuple(logits.shape)}; "
-            "it must be (images, classes), the logits"
-        )
+        raise UserError(f"logits of {len(x)} images have shape {tuple(logits.shape)}; it must be (images, classes)")
     if logits.isnan().any():
-        raise UserError("the model's output is not a number; it can't be evaluated")
+        raise UserError("the model's output is NaN")
     classes = logits.shape[1]
     if classes < 2:
-        raise UserError("the model has one output only; attacks need a logit for each of at least 2 classes")
+        raise UserError("the model has one output only; attacks need logits of at least 2 classes")
     if int(y.min()) < 0 or int(y.max()) >= classes:
-        raise UserError(f"labels reach from {int(y.min())} to {int(y.max())}, but the model has {classes} classes")
+        raise UserError(f"labels range from {int(y.min())} to {int(y.max())}, but the model has {classes} classes")
     for name in names:
         check_classes(name, classes)
     scale = float(logits.abs().max().clamp(min=1e-6))
@@ -88,35 +75,30 @@ def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) ->
     if not randomised:
         mates = torch.cat([x[:1], 1 - x[1:]])  # the first image among others
         if float((ask(mates)[0] - logits[0]).abs().max()) > 1e-3 * scale:
-            raise UserError(
-                "the model's output for an image changes with the other images of its batch (BatchNorm without running "
-                "statistics?); its accuracy under attack is not defined"
-            )
+            raise UserError("an image's logits depend on other images of its batch (BatchNorm without statistics?)")
     probabilities = bool((logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-3).all())
-    between = 0.97 * x + 0.0123  # values that no byte has: a model may round its images
+    between = 0.97 * x + 0.0123  # not multiples of 1/255: shows whether a model rounds its input
     answers = torch.cat([logits, ask(between)]).float().nan_to_num().cpu()
     return Outputs(classes, answers, randomised, probabilities)
 
 
 def images_at_once(pixels: int) -> int:
-    """How many images of so many values a model is given. Measured: gradients of CIFAR-sized images gain little beyond
-    256 at once, and memory is bounded by it."""
+    """Default batch size. Measured: gradients of CIFAR-sized images get little faster beyond 256."""
     return max(min(BATCH, BATCH * BATCH_PIXELS // pixels), 32)
 
 
 def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:
-    """A copy to attack, laid out for speed; None where it can't be made or does not answer as the model does.
+    """A faster copy to attack; None if there can be none, or if its outputs differ from the model's.
 
-    BatchNorm in eval mode is a product and a sum, and is made so: its gradient is cheaper. The copy must answer and be
-    differentiable after a call in inference mode, and for other images than the model has seen last: it may still be
-    tied to the model that it was made from, by a hook for one.
+    BatchNorm in eval mode is replaced by a product and a sum, whose gradient is cheaper. The copy is tested after the
+    model ran on other images, since a hook may still tie it to the model, and differentiated after inference mode.
     """
     y = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     try:
         with users_code("it can't be copied"):
             twin: nn.Module = copy.deepcopy(model)
         replace_batchnorm(twin)
-        with users_code("its copy can't be run channels last and in inference mode"):
+        with users_code("its copy can't run in channels last and inference mode"):
             twin.to(memory_format=torch.channels_last).requires_grad_(False)  # type: ignore[call-overload]
             probe = Probe(twin, memory_format=torch.channels_last, inference_mode=True)
             with torch.no_grad():
@@ -126,9 +108,9 @@ def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:
             with torch.no_grad():
                 pairs = [(answer, model(part)) for answer, part in answers]
         if not all((answer - own).abs().max() <= 1e-3 * own.abs().max().clamp(min=1e-6) for answer, own in pairs):
-            raise UserError("its copy gives other answers")
+            raise UserError("the outputs of its copy differ")
     except UserError as error:
-        note(f"the model itself is attacked, not a faster copy of it: {error}")
+        note(f"attacking the model itself instead of a faster copy: {error}")
         return None
     return twin
 

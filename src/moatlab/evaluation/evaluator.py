@@ -1,4 +1,4 @@
-"""Attacks over a data set, chunk by chunk and part by part; each part runs on the images that are still robust."""
+"""Run attacks over a data set, chunk by chunk; each part of an attack sees only images that are still robust."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from moatlab.data.images import as_floats
 from moatlab.evaluation import checks, red_flags
 from moatlab.evaluation.checks import Outputs
 from moatlab.evaluation.progress import Progress, Step
-from moatlab.evaluation.result import Cost, Evaluation, Settings
+from moatlab.evaluation.result import Cost, Evaluation, Precision, Settings
 from moatlab.evaluation.state import Partial, State
 from moatlab.models.weights import hash_of
 from moatlab.runtime.console import note, verbosity
@@ -48,24 +48,22 @@ def evaluate(
     examples: Tensor | None = None,
     audit: bool = False,
     keep_adversarial: bool = False,
-    precision: str = "fp32",
+    precision: Precision = "fp32",
     state: str | Path | None = None,
     identity: dict[str, Any] | None = None,
     verbose: bool | None = None,
 ) -> Evaluation:
-    """Accuracy of `model` on images `x` with labels `y`, plain and under attacks (by their names).
+    """Accuracy of `model` on images `x` with labels `y`, clean and under the named attacks.
 
-    x is float, (N, C, H, W), in [0, 1]; or bytes, (N, H, W, C), as data sets hold them. The model is evaluated in eval
-    mode, in full precision, and is given back exactly as it was. eps is a number or text such as "8/255"; the radius is
-    8/255 in L-inf and 128/255 in L2 unless it is given. An image counts as broken only where this very model
-    misclassifies a point found in the ball. With another `precision`, bf16 or fp16, it is the model under autocast that
-    is evaluated, and attacked.
+    `x`: floats (N, C, H, W) in [0, 1], or bytes (N, H, W, C). `eps`: a number or text such as "8/255"; the default is
+    8/255 in L-inf and 128/255 in L2. The model runs in eval mode and float32, and is left unchanged; with `precision`
+    "bf16" or "fp16" the model under autocast is evaluated and attacked. An image counts as broken only if the model
+    itself misclassifies a point inside the ball.
 
-    `examples` numbers the images within their data set (0, 1, ... if not given): random draws depend on the seed and
-    that number alone, so that batches, chunks, order and shards change no draw. With `state`, a folder, an evaluation
-    that was stopped resumes where it was. One of other weights, images or settings, or of a model that gives other
-    answers, is refused; `identity` holds what else it must be an evaluation of. `verbose`: progress on stderr; if it is
-    not given, where that is a terminal or a notebook.
+    `examples` numbers the images within their data set (default 0, 1, ...). Random draws depend on the seed and this
+    number only, not on batches, chunks, order or shards. `state`: a folder from which an interrupted evaluation
+    resumes, unless weights, images, settings, outputs or `identity` (what else must match) differ. `verbose`: progress
+    on stderr; by default only in a terminal or a notebook.
     """
     names, threat = check_names(attacks), Threat.of(eps, norm)
     x, y = as_tensor(x, "images"), as_tensor(y, "labels")
@@ -74,7 +72,7 @@ def evaluate(
         raise UserError(f"the precision must be one of {', '.join(DTYPES)}, not '{precision}'")
     for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
         if size is not None and size < 1:
-            raise UserError(f"{name} is {size}; it must be at least 1")
+            raise UserError(f"{name} must be at least 1, not {size}")
     device = checks.device_of(model, x)
     if precision != "fp32":
         model = Autocast(model, precision)
@@ -93,12 +91,11 @@ def evaluate(
             chunk_size=chunk_size or data.usual_chunk,
             batch_size=batch_size or checks.images_at_once(x[0].numel()),
             classes=outputs.classes,
+            precision=precision,
         )
-        if precision != "fp32":
-            settings = settings.model_copy(update={"precision": precision})
         if state is not None:
             identity = {
-                **settings.model_dump(exclude_unset=True),
+                **settings.model_dump(exclude_defaults=True),
                 "eps": threat.eps,
                 "model": hash_of("", [*model.named_parameters(), *model.named_buffers()]),
                 "set of images": hash_of("", [("x", x), ("y", y), ("examples", data.examples)]),
@@ -111,14 +108,14 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Data:
-    """Images where they are, their labels on the model's device, and their numbers in the data set."""
+    """Images on any device, labels on the model's device, and the images' numbers in the data set."""
 
     x: Tensor
     y: Tensor
     examples: Tensor
 
     def images(self, which: slice | Tensor) -> Tensor:
-        """As floats on the model's device, contiguous."""
+        """Contiguous floats on the model's device."""
         return as_floats(self.x[which].to(self.y.device)).contiguous()
 
     @property
@@ -129,7 +126,7 @@ class _Data:
 class _Job:
     def __init__(self, model: nn.Module, data: _Data, settings: Settings, outputs: Outputs, partial: Partial) -> None:
         self.data, self.settings, self.outputs, self.partial = data, settings, outputs, partial
-        # Users' models get contiguous images, which some rely on; the copy gets what it was laid out for.
+        # Some models rely on contiguous images; the copy is laid out for channels last.
         twin, size = checks.channels_last_copy(model, data.images(slice(8))), settings.batch_size
         self.layout = torch.contiguous_format if twin is None else torch.channels_last
         self.untouched = Probe(model, batch_size=size, memory_format=torch.contiguous_format)
@@ -170,14 +167,14 @@ class _Job:
             self.attacked.tick = self.untouched.tick = tick
             try:
                 if saved := self.partial.load(self.state):
-                    note("resuming the evaluation where it was")
+                    note("resuming the evaluation")
                     self.state = saved
                     for step in self.steps[: saved.step]:
                         self.progress.end(step, saved)
                 else:
                     self._begin()
                 for step in self.steps[self.state.step :]:
-                    points = self._take(step)
+                    points = self._attack(step)
                     following = self.parts[step.name][step.number + 1 :]
                     self.state.points = points if following and following[0].continues else None
                     self.state.step += 1
@@ -193,13 +190,13 @@ class _Job:
 
     @users_code("the model failed under attack", RunFailed)
     def _begin(self) -> None:
-        """Plain accuracy, and what the red flags are judged by."""
+        """Clean accuracy, and the measurements for red flags."""
         data, begun, calls = self.data, time.perf_counter(), self._calls()
         for place in self.chunks:
             logits = self.untouched.logits(data.images(place))
             if logits.isnan().any():
                 row = int(data.examples[place.start + int(logits.isnan().any(1).nonzero()[0])])
-                raise UserError(f"the model's output for image {row} is not a number; it can't be evaluated")
+                raise UserError(f"the model's output for image {row} is NaN")
             wrong = is_wrong(logits, data.y[place]).tolist()
             self.state.broken_by["clean"][place] = ["clean" if one else None for one in wrong]
         self._charge("clean", begun, calls)
@@ -210,11 +207,11 @@ class _Job:
         self.state.measured = red_flags.measure(self.attacked, x, y, self.settings.threat, draws, self.outputs, labels)
 
     @users_code("the model failed under attack", RunFailed)
-    def _take(self, step: Step) -> Tensor | None:
-        """One step on the images still robust; those that it breaks are entered. Returns the points of the others."""
+    def _attack(self, step: Step) -> Tensor | None:
+        """Attack the images that are still robust and record those it breaks. Returns the points of the others."""
         data, seed, verdicts = self.data, self.settings.seed, self.state.broken_by[step.name]
         if step.number == 0:
-            self._pass_over(step)
+            self._skip(step)
         numbers = range(step.place.start, step.place.stop)
         rows = torch.tensor([row for row in numbers if verdicts[row] is None], dtype=torch.int64)
         self.progress.begin(self.state, len(rows))
@@ -223,15 +220,15 @@ class _Job:
         begun, calls = time.perf_counter(), self._calls()
         x, y = data.images(rows).contiguous(memory_format=self.layout), data.y[rows]
         draws = Draws(key(seed, AUDIT) if step.name == AUDIT else seed, data.examples[rows])
-        before = self.state.points
-        if before is not None:  # what an earlier part of Square ended at; the disk keeps no memory format
+        before = self.state.points  # where the previous part of Square ended
+        if before is not None:  # a file keeps no memory format
             before = before.to(y.device).contiguous(memory_format=self.layout)
         torch.manual_seed(key(seed, "inside the model", step.chunk, self.names.index(step.name), step.number))
         points = step.part.run(self.attacked, x, y, draws, before)
         broken = self._broken(points, y)
-        # Where rounding fools the copy and not the model itself, the attack stopped too early: on with the model.
+        # Where rounding fools only the copy, the attack stopped too early: repeat it on the model itself.
         claimed = is_wrong(self.attacked.logits(points), y)
-        if CATALOG[step.part.attack].judged == "first":  # a point that is not x fooled the copy, in its batch then
+        if CATALOG[step.part.attack].judged == "first":  # any point but x fooled the copy in an earlier batch
             claimed |= (points != x).flatten(1).any(1)
         disputed = claimed & ~broken
         if disputed.any():
@@ -246,13 +243,13 @@ class _Job:
         return points[~broken]
 
     def _broken(self, points: Tensor, y: Tensor) -> Tensor:
-        """Where the untouched model misclassifies a point that is one."""
+        """Finite points that the untouched model misclassifies."""
         return is_wrong(self.untouched.logits(points), y) & points.isfinite().flatten(1).all(1)
 
-    def _pass_over(self, step: Step) -> None:
-        """Images that an attack need not look at: those wrong without any, and for the audit those already broken.
+    def _skip(self, step: Step) -> None:
+        """Skip images that are misclassified without an attack; in the audit, those broken by any attack.
 
-        Attacks that are judged at their last iterate are run on every image, as they are defined.
+        Attacks that are judged at their last iterate run on every image, by definition.
         """
         if step.name != AUDIT and CATALOG[step.name].judged == "last":
             return
@@ -263,7 +260,7 @@ class _Job:
                 broken_by[step.name][row] = verdict
 
     def _calls(self) -> tuple[int, int]:
-        """Images that went forward, and that were differentiated."""
+        """Forward passes and input gradients so far, in images."""
         return self.attacked.forwards + self.untouched.forwards, self.attacked.gradients + self.untouched.gradients
 
     def _charge(self, name: str, begun: float, before: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""The steps of an evaluation, and a bar for them."""
+"""The steps of an evaluation, and their progress bar."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,19 +20,16 @@ class Step:
 
 
 class Progress(Bar):
-    """Which attack runs, how many images are still robust, robust accuracy so far, time left.
-
-    `passes` gives those made so far, over one image each. What follows each step is summed once, so that a step takes
-    the same time however many there are.
-    """
+    """The running attack, images still robust, robust accuracy so far, time left. `passes()` counts passes over one
+    image each. What follows each step is summed once, so the cost of an update does not depend on their number."""
 
     def __init__(self, steps: list[Step], images: int, passes: Callable[[], float]) -> None:
         super().__init__("clean", 1.0)
         self.steps, self.passes, self.share_done = steps, passes, 0.0
-        self.parts = {step.name: step.number + 1 for step in steps}  # the last part of an attack has the highest number
-        self.robust = dict.fromkeys(self.parts, 0)  # images of the chunks that an attack is done with
+        self.parts = {step.name: step.number + 1 for step in steps}  # the last one is kept
+        self.robust = dict.fromkeys(self.parts, 0)  # images of finished chunks
         self.seen = 0
-        self.ahead: list[tuple[float, float]] = []  # from each step on: the same attack on one image, all others on all
+        self.ahead: list[tuple[float, float]] = []  # from each step on: this attack per image, all others in total
         same = others = 0.0
         for step in reversed(steps):
             same += step.part.passes
@@ -46,7 +43,7 @@ class Progress(Bar):
         self.title, self.left, self.text, self.passes_then = title, left, text, self.passes()
 
     def begin(self, state: State, robust: int) -> None:
-        """A step on so many images. Later attacks are expected to run on as many as were robust so far."""
+        """Start a step on `robust` images. Later attacks are assumed to keep the share of robust images so far."""
         step, (same, others) = self.steps[state.step], self.ahead[state.step]
         clean = state.broken_by["clean"]
         survival = sum(self.robust.values()) / self.seen if self.seen else clean.count(None) / len(clean)
@@ -56,7 +53,7 @@ class Progress(Bar):
         self.expect(title, robust * same + survival * others, f"{robust} robust, {100 * share:.1f} % so far")
 
     def end(self, step: Step, state: State) -> None:
-        """After the last part of an attack its verdicts on the chunk are final."""
+        """The last part of an attack makes its verdicts on the chunk final."""
         if step.number + 1 == self.parts[step.name]:
             verdicts = state.broken_by[step.name][step.place]
             self.robust[step.name] += verdicts.count(None)
@@ -65,5 +62,5 @@ class Progress(Bar):
     def show(self) -> None:
         passes = self.passes()
         left = max(self.left - (passes - self.passes_then), 0.0)
-        self.share_done = max(self.share_done, passes / (passes + left))  # what is left is a guess: no bar goes back
+        self.share_done = max(self.share_done, passes / (passes + left))  # estimates vary: never go back
         self.update(passes, self.text, total=passes / self.share_done)

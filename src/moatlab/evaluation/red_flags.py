@@ -1,4 +1,4 @@
-"""Signs that a measured robust accuracy may be too high. Most wrong claims come from gradients that mislead attacks."""
+"""Signs that a robust accuracy may be overestimated. The most frequent cause are gradients that mislead attacks."""
 
 from itertools import pairwise
 from typing import Annotated
@@ -15,63 +15,51 @@ from moatlab.attacks.probe import Probe
 from moatlab.evaluation.checks import Outputs
 from moatlab.evaluation.intervals import wilson
 
-# For each attack: what broke each image, None where nothing did; "clean", or "before" in the audit, where the image was
-# misclassified without it.
+# For each attack and image: what broke it; None: robust; "clean", or "before" in the audit: misclassified already.
 Verdicts = dict[str, list[str | None]]
-SAMPLE = 200  # images that are looked at
-STEPS = 20
-PASSES = 2 + 2 * STEPS  # over an image, about, because many break on the way
+SAMPLE, STEPS = 200, 20
+PASSES = 2 + 2 * STEPS  # per image, roughly: many images break early
 
 MEANING = {
-    "square-beats-gradients": "Square, which sees no gradients, broke images that all gradient attacks left robust: "
-    "gradients are masked, and more queries would break more.",
-    "pgd-weaker-than-fgsm": "many small steps do less harm than one large step: the gradient misleads, so robustness "
-    "against gradient attacks proves nothing.",
-    "fgsm-above-clean": "the model is better on FGSM examples than on plain images: it has learnt to recognise the "
-    "attack (label leaking, catastrophic overfitting).",
-    "zero-gradients": "for many images the gradient is exactly zero (saturated or non-differentiable model): attacks "
-    "that use it can't move, and their numbers are too high.",
-    "randomised": "two answers for the same images differ: the model is randomised, and each number is the outcome of "
-    "one draw; attacks must average over draws (EOT), which these do not.",
-    "probabilities": "the outputs look like probabilities: remove the softmax, or the loss of attacks saturates and "
-    "their numbers are too high.",
-    "rises-with-eps": "accuracy under attack rises with eps, though a larger ball holds the smaller one: the attack "
-    "fails to find what is there.",
-    "not-zero-at-half": "some images are robust at a radius of 0.5 per pixel, where every image can be made plain "
-    "grey: the attack fails to find what is there.",
-    "no-better-than-guessing": "plain accuracy may be that of always giving the most frequent class: the robustness of "
-    "a model that has learnt nothing means nothing; train it longer, or look at more images.",
-    "catastrophic-overfitting": "FGSM accuracy is far above accuracy under a stronger attack: the model is robust to "
-    "the single step only.",
-    "audit-broke-more": "with another seed and more restarts, over 1 % of the robust images were broken: the attacks "
-    "had not converged.",
+    "square-beats-gradients": "Square, which uses no gradients, broke images that no gradient attack broke: gradients "
+    "are masked, and more queries would break more.",
+    "pgd-weaker-than-fgsm": "many small steps break less than one large step: the gradient misleads attacks.",
+    "fgsm-above-clean": "accuracy is higher on FGSM examples than on clean images: the model recognises the attack.",
+    "zero-gradients": "many gradients are exactly zero: gradient attacks can't move, and accuracies are too high.",
+    "randomised": "two outputs for the same image differ: attacks must average over draws (EOT), and these do not.",
+    "probabilities": "the outputs look like probabilities: remove the softmax, which saturates the loss of attacks.",
+    "rises-with-eps": "accuracy rises with eps, though a larger ball contains the smaller: attacks miss examples.",
+    "not-zero-at-half": "at radius 0.5 each image can be made grey, and yet some are robust: attacks miss examples.",
+    "no-better-than-guessing": "the model may only guess the most frequent class: train longer, or use more images.",
+    "catastrophic-overfitting": "the model is robust to the single step of FGSM only, not to stronger attacks.",
+    "audit-broke-more": "a new seed and more restarts broke over 1 % of the robust images: attacks had not converged.",
 }
 
 
 class Flag(BaseModel, extra="forbid", strict=True, frozen=True):
     name: str
     evidence: str  # the numbers
-    meaning: str  # one sentence for a person
+    meaning: str
 
 
 class Measured(BaseModel, extra="forbid", strict=True):
-    """What flags are judged by besides verdicts: shares of `sample` images, and what the model's outputs show."""
+    """What flags depend on besides verdicts. Accuracies are fractions of `sample` images."""
 
     randomised: bool
     probabilities: bool
-    labels: Annotated[list[int], Field(min_length=1)]  # how many images there are of each class
+    labels: Annotated[list[int], Field(min_length=1)]  # images of each class, among all
     sample: PositiveInt
     clean: float
     zero_gradients: float
     fgsm: float
-    pgd20: Annotated[dict[str, float], Field(min_length=3, max_length=3)]  # as the radius grows
+    pgd20: Annotated[dict[str, float], Field(min_length=3, max_length=3)]  # by radius, increasing
     pgd20_at_half: float
 
 
 def measure(
     probe: Probe, x: Tensor, y: Tensor, threat: Threat, draws: Draws, outputs: Outputs, labels: list[int]
 ) -> Measured:
-    """What a few images show: zero gradients, FGSM, and PGD-20 accuracy as the radius grows."""
+    """Measure zero gradients, FGSM accuracy, and PGD-20 accuracy at growing radii, on a few images."""
     gradient, logits = probe.gradient(x, y)
     right = ~is_wrong(logits, y)
     zero = (distance(gradient, "linf") == 0) & right
@@ -99,8 +87,8 @@ def measure(
 
 
 def judge(measured: Measured, broken_by: Verdicts) -> list[Flag]:
-    """The flags that the numbers raise. A number over all images is preferred to one over the sample. Where two numbers
-    are compared, a difference of two or three images means nothing, however few there are."""
+    """The red flags. Accuracies on all images are preferred to those on the sample; differences of two or three images
+    are ignored."""
     raised: dict[str, str] = {}
     accuracy = {name: verdicts.count(None) / len(verdicts) for name, verdicts in broken_by.items() if name != AUDIT}
     ladder = list(measured.pgd20.values())
@@ -118,7 +106,7 @@ def judge(measured: Measured, broken_by: Verdicts) -> list[Flag]:
         raised["no-better-than-guessing"] = f"{_of('clean', right / count)}, guessing {100 * guessing:.1f} %"
     broken, left = _only_square(broken_by)
     if broken > 0.002 * count:
-        raised["square-beats-gradients"] = f"{broken} of {left} images that were left"
+        raised["square-beats-gradients"] = f"{broken} of {left} remaining images"
     many_steps = [name for name, attack in CATALOG.items() if attack.like_fgsm and on_all and name in accuracy]
     pairs = [(name, accuracy[name], single, one) for name in many_steps]
     for name, several, once, image in [*pairs, ("pgd20", ladder[1], measured.fgsm, 1 / sample)]:
@@ -127,7 +115,7 @@ def judge(measured: Measured, broken_by: Verdicts) -> list[Flag]:
     if single > clean + one:
         raised["fgsm-above-clean"] = f"{_of('fgsm', single)}, {_of('clean', clean)}{sampled}"
     if measured.zero_gradients > 0.05:
-        raised["zero-gradients"] = f"{100 * measured.zero_gradients:.0f} % of the images looked at"
+        raised["zero-gradients"] = f"{100 * measured.zero_gradients:.0f} % of the sample"
     if measured.randomised:
         raised["randomised"] = "two forward passes differ"
     if measured.probabilities:
@@ -136,7 +124,7 @@ def judge(measured: Measured, broken_by: Verdicts) -> list[Flag]:
         shown = ", ".join(f"{100 * value:.0f} % {where}" for where, value in measured.pgd20.items())
         raised["rises-with-eps"] = f"PGD-20 {shown}"
     if measured.pgd20_at_half > 0.01:
-        raised["not-zero-at-half"] = f"{100 * measured.pgd20_at_half:.0f} % of the images looked at"
+        raised["not-zero-at-half"] = f"{100 * measured.pgd20_at_half:.0f} % of the sample"
     if single > strongest + 0.1 + 3 * one and strongest < single / 2:
         raised["catastrophic-overfitting"] = f"{_of('fgsm', single)}, {_of(strong_name, strongest)}{sampled}"
     audited = [verdict for verdict in broken_by.get(AUDIT, []) if verdict != "before"]
@@ -146,14 +134,12 @@ def judge(measured: Measured, broken_by: Verdicts) -> list[Flag]:
 
 
 def _only_square(broken_by: Verdicts) -> tuple[int, int]:
-    """How many images Square broke, and how many there were, that no gradient attack had broken."""
+    """Of the images that no gradient attack broke: how many Square broke, and how many there are."""
     if "aa" in broken_by:
         left = [verdict for verdict in broken_by["aa"] if verdict in (None, "square")]
     else:
-        # the gradient attacks that keep every point which fools the model
-        others = [
-            verdicts for name, verdicts in broken_by.items() if name in CATALOG and CATALOG[name].judged == "first"
-        ]
+        gradient_attacks = [name for name, attack in CATALOG.items() if attack.judged == "first"]
+        others = [broken_by[name] for name in gradient_attacks if name in broken_by]
         if not others or "square" not in broken_by:
             return 0, 0
         left = [own for own, *rest in zip(broken_by["square"], *others, strict=True) if not any(rest)]

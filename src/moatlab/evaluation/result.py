@@ -1,9 +1,9 @@
-"""What an evaluation found: a verdict for each image and attack, and what follows from the verdicts."""
+"""The result of an evaluation: a verdict for each image and attack, and accuracies and red flags from these."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel, Field, PositiveInt
@@ -14,11 +14,12 @@ from moatlab.attacks.norms import Norm, Threat
 from moatlab.evaluation.intervals import wilson
 from moatlab.evaluation.red_flags import Flag, Measured, Verdicts, judge
 
+Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 NOT_FOUND = (None, "clean", "before")  # verdicts without an adversarial example: robust, or wrong before the attack
 
 
 class Settings(BaseModel, extra="forbid", strict=True):
-    """What was asked for, and what it was worked on with. `eps` is text, such as 8/255."""
+    """The options of an evaluation. `eps` is text, such as 8/255."""
 
     attacks: list[str]
     eps: str
@@ -29,7 +30,7 @@ class Settings(BaseModel, extra="forbid", strict=True):
     chunk_size: PositiveInt
     batch_size: PositiveInt
     classes: PositiveInt
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # in files only where it is another
+    precision: Precision = "fp32"  # written to files only if it differs
 
     @property
     def threat(self) -> Threat:
@@ -37,7 +38,7 @@ class Settings(BaseModel, extra="forbid", strict=True):
 
 
 class Cost(BaseModel, extra="forbid", strict=True):
-    """What an attack took: model calls, in images, and time."""
+    """The cost of an attack: forward passes and gradients, in images, and time."""
 
     forwards: int
     gradients: int
@@ -45,7 +46,7 @@ class Cost(BaseModel, extra="forbid", strict=True):
 
 
 class Share(BaseModel, extra="forbid", strict=True):
-    """How many images are robust: as a fraction with its 95 % interval, and as a number."""
+    """Robust images: fraction, its 95 % interval, and number."""
 
     accuracy: float
     interval: Annotated[list[float], Field(min_length=2, max_length=2)]
@@ -54,23 +55,20 @@ class Share(BaseModel, extra="forbid", strict=True):
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """The verdicts on all images, in the order given, and what follows from them. Accuracies are fractions."""
+    """Verdicts on all images, in the order given. Accuracies are fractions."""
 
-    broken_by: Verdicts  # "clean" where the image itself is misclassified; None: robust
+    broken_by: Verdicts  # None: robust; "clean": misclassified without an attack
     cost: dict[str, Cost]
     measured: Measured
     settings: Settings
-    # what was found, where it was asked for and not left in `state`: (numbers of images, points), piece by piece
+    # (numbers of images, points) for each attack, with `keep_adversarial` and without `state`
     adversarial: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     @cached_property
     def robust(self) -> dict[str, Tensor]:
-        """For each attack a bool for each image."""
-        return {
-            name: torch.tensor([verdict is None for verdict in verdicts])
-            for name, verdicts in self.broken_by.items()
-            if name != AUDIT
-        }
+        """For each attack, a bool for each image."""
+        attacks = {name: verdicts for name, verdicts in self.broken_by.items() if name != AUDIT}
+        return {name: torch.tensor([one is None for one in verdicts]) for name, verdicts in attacks.items()}
 
     @property
     def attacks(self) -> tuple[str, ...]:
@@ -78,12 +76,12 @@ class Evaluation:
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """For each attack the share of all images that are robust to it."""
+        """For each attack, the fraction of all images that are robust to it."""
         return {name: int(robust.sum()) / len(robust) for name, robust in self.robust.items()}
 
     @cached_property
     def flags(self) -> list[Flag]:
-        """Signs that the accuracies may be too high."""
+        """Signs that the accuracies may overestimate robustness."""
         return judge(self.measured, self.broken_by)
 
     def __repr__(self) -> str:
@@ -91,22 +89,20 @@ class Evaluation:
 
 
 def merged(parts: Sequence[Evaluation]) -> Evaluation:
-    """One evaluation of a data set, from those of its parts in their order, whose examples are in their states. What
-    the red flags use besides verdicts and labels was measured on the first images, which are in the first part."""
+    """Join the evaluations of a data set's parts, in order. The red flags' sample is in the first part."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    costs = {name: [part.cost[name] for part in parts] for name in first.cost}
     labels = [sum(counts) for counts in zip(*(part.measured.labels for part in parts), strict=True)]
     return Evaluation(
         broken_by={name: [verdict for part in parts for verdict in part.broken_by[name]] for name in first.broken_by},
         cost={
             name: Cost(
-                forwards=sum(cost.forwards for cost in each),
-                gradients=sum(cost.gradients for cost in each),
-                seconds=max(cost.seconds for cost in each),
+                forwards=sum(part.cost[name].forwards for part in parts),
+                gradients=sum(part.cost[name].gradients for part in parts),
+                seconds=max(part.cost[name].seconds for part in parts),
             )
-            for name, each in costs.items()
+            for name in first.cost
         },
         measured=first.measured.model_copy(update={"labels": labels}),
         settings=first.settings.model_copy(update={"images": sum(part.settings.images for part in parts)}),
@@ -119,6 +115,6 @@ def shares(verdicts: list[str | None]) -> Share:
 
 
 def first_broken_by(broken_by: Verdicts) -> list[str | None]:
-    """For each image the first attack, in the order they ran, that broke it."""
+    """For each image, the first attack that broke it, in the order they ran."""
     each = (zip(broken_by, verdicts, strict=True) for verdicts in zip(*broken_by.values(), strict=True))
     return [next((name for name, verdict in pairs if verdict is not None), None) for pairs in each]

@@ -1,4 +1,4 @@
-"""How far an evaluation is, on the disk, so that it resumes after any ending; and the examples it has found."""
+"""The saved state of an evaluation, from which it resumes, and the adversarial examples found so far."""
 
 import hashlib
 import io
@@ -19,27 +19,24 @@ from moatlab.evaluation.result import Cost
 from moatlab.runtime.errors import Damaged, UserError
 from moatlab.runtime.files import UNREADABLE_ARRAYS, atomic, locked, read_json, write_json
 
-SAVE_SECONDS = 2.0  # between two writes; what was done since the last one is done again after a kill
+SAVE_SECONDS = 2.0  # between writes; a killed evaluation repeats what came after the last one
 
 
 class State(BaseModel, extra="forbid", arbitrary_types_allowed=True):
-    """`state.json`: what the evaluation is of, and what `step` steps have found."""
+    """`state.json`: what is evaluated, and the verdicts after `step` steps."""
 
     identity: dict[str, Any]
-    answers: list[list[float]]  # of the model, for a few images
+    answers: list[list[float]]  # logits of a few images
     broken_by: Verdicts
     cost: dict[str, Cost]
     measured: Measured | None = None
     step: int = 0
-    points: Annotated[Tensor | None, Field(exclude=True)] = None  # where Square is, on the images still robust
-    points_sha256: str | None = None  # of the file that they are in
+    points: Annotated[Tensor | None, Field(exclude=True)] = None  # of Square, for robust images
+    points_sha256: str | None = None  # of their file
 
 
 class Partial:
-    """A folder with `state.json`, the adversarial examples found so far and, within Square, the points it is at.
-
-    Without a folder everything is kept in memory.
-    """
+    """A folder with `state.json`, the adversarial examples found so far and the points of Square; or all in memory."""
 
     def __init__(self, folder: Path | None, identity: dict[str, Any], *, keep_examples: bool) -> None:
         self.folder, self.identity, self.keep_examples = folder, identity, keep_examples
@@ -48,12 +45,12 @@ class Partial:
         self._saved_at = 0.0
 
     def load(self, new: State) -> State | None:
-        """The state that was saved last, or None. One of another evaluation than the `new` one is refused."""
+        """The last saved state, or None; an error if it is of another evaluation than `new`."""
         if self.folder is None:
             return None
         path = self.folder / "state.json"
         if not path.exists():
-            for leftover in self.folder.glob("found-*.npz"):  # of an evaluation that was killed while it cleared up
+            for leftover in self.folder.glob("found-*.npz"):  # of an evaluation killed in `discard`
                 leftover.unlink()
             return None
         try:
@@ -65,34 +62,28 @@ class Partial:
                     raise OSError
                 saved.points = torch.from_numpy(np.load(io.BytesIO(raw)))
         except UNREADABLE_ARRAYS:
-            raise Damaged(
-                f"a file in {self.folder} is missing or damaged; delete {self.folder} to evaluate again"
-            ) from None
+            raise Damaged(f"a file in {self.folder} is missing or damaged; delete the folder to start again") from None
         return saved
 
     def _check(self, saved: State, new: State) -> None:
+        found = f"{self.folder} holds an unfinished evaluation"
         for name, value in new.identity.items():
             if (before := saved.identity.get(name)) != value:
-                raise UserError(
-                    f"{self.folder} holds an unfinished evaluation with another {name.replace('_', ' ')} "
-                    f"({_short(before)}, not {_short(value)}); finish it as it was started, or delete it"
-                )
+                other = f"{name.replace('_', ' ')} ({before!s:.40}, not {value!s:.40})"
+                raise UserError(f"{found} with another {other}; finish it with the same command, or delete it")
         before, now = torch.tensor(saved.answers), torch.tensor(new.answers)
         same = before.shape == now.shape and (before - now).abs().max() <= 1e-4 * now.abs().max()
         if not same and not (saved.measured and saved.measured.randomised):
-            raise UserError(
-                f"{self.folder} holds an unfinished evaluation of a model that gives other answers, with the same "
-                "weights; delete it to evaluate again"
-            )
+            raise UserError(f"{found} of a model with the same weights but other outputs; delete it to start again")
 
     def save(self, state: State) -> None:
-        """Called after every step; writes now and then."""
+        """Called after every step; writes every few seconds."""
         self._unsaved = state
         if time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Write what the last finished step left, if it is not on the disk."""
+        """Write the state after the last finished step, if it is not written yet."""
         state = self._unsaved
         if self.folder is None or state is None:
             return
@@ -107,7 +98,7 @@ class Partial:
         self._unsaved, self._saved_at = None, time.monotonic()
 
     def keep(self, attack: str, place: str, rows: Tensor, points: Tensor) -> None:
-        """Adversarial examples of the images `rows`. On the disk before the state that counts them."""
+        """Keep adversarial examples of the images `rows`; they are written before the state that counts them."""
         if self.keep_examples and self.folder is None:
             self.found.setdefault(attack, []).append((rows.cpu(), points.cpu()))
         elif self.keep_examples and self.folder is not None:
@@ -117,7 +108,7 @@ class Partial:
 
 
 def _write(path: Path, save: Callable[..., None], *arrays: Any, **named: Any) -> str:
-    """Write arrays in NumPy's format; returns the checksum of the file."""
+    """Write arrays in NumPy's format and return the file's checksum."""
     buffer = io.BytesIO()
     save(buffer, *arrays, **named)
     with atomic(path) as file:
@@ -126,19 +117,19 @@ def _write(path: Path, save: Callable[..., None], *arrays: Any, **named: Any) ->
 
 
 def pieces(folder: Path, attack: str, array: str) -> Iterator[Any]:
-    """What was kept for an attack, in order: its `rows` or its `points`, one file in memory at a time."""
+    """The `rows` or the `points` kept for an attack, in order, one file in memory at a time."""
     for path in sorted(folder.glob(f"found-{attack}-[0-9]*.npz")):
         try:
             with np.load(path) as piece:
                 values = piece[array]
         except UNREADABLE_ARRAYS:
-            raise Damaged(f"{path} is damaged; delete {folder} to evaluate again") from None
+            raise Damaged(f"{path} is damaged; delete {folder} to start again") from None
         yield values
 
 
 @contextmanager
 def for_one_process(folder: Path) -> Iterator[None]:
-    """The folder of an evaluation, while no other process may work in it; removed where nothing was kept in it."""
+    """Lock the folder of an evaluation; afterwards it is removed if it is empty."""
     with locked(folder):
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
@@ -146,15 +137,10 @@ def for_one_process(folder: Path) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                folder.rmdir()  # only an empty one can be
+                folder.rmdir()
 
 
 def discard(folder: Path) -> None:
-    """The result is on the disk: what was kept to resume is not needed any more."""
-    (folder / "state.json").unlink(missing_ok=True)  # first: what is left is of no evaluation
+    """Delete the state once the result is written."""
+    (folder / "state.json").unlink(missing_ok=True)  # first: without it, leftovers are ignored
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:12]}…"

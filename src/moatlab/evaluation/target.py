@@ -1,4 +1,4 @@
-"""What is evaluated: the model of a run folder, of a weights file or of a factory, and its test images."""
+"""Load what is evaluated: a run folder, a weights file or a factory, with its test images."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from moatlab.training.recipe import load_recipe, slug
 
 
 class Subject(BaseModel, extra="forbid", strict=True):
-    """Where a model came from, as its card names it: enough for `load_target` to find it again."""
+    """The origin of a model, in its card; `load_target` can load it again from this."""
 
-    name: str  # for a person
-    model: str  # what builds it
+    name: str  # shown to users
+    model: str  # a built-in model, or package.module:factory
     file: str | None
     data: str
-    sha256: str  # of the model itself: see `model_sha256`
+    sha256: str  # see `model_sha256`
     weights: str | None  # the checksum in its file
 
 
@@ -35,9 +35,9 @@ class Subject(BaseModel, extra="forbid", strict=True):
 class Target:
     model: nn.Module
     subject: Subject
-    card: Path  # where its card goes
+    card: Path  # path of its evaluation card
     images: Images
-    threat: Threat  # what it was trained for; the usual one for a bare model
+    threat: Threat  # of its training, or the default one
 
     @property
     def sha256(self) -> str:
@@ -45,7 +45,7 @@ class Target:
 
 
 def model_sha256(model: nn.Module, arguments: dict[str, Any]) -> str:
-    """Names the exact weights, buffers that are in no file (a normalisation), and the variant of the model."""
+    """Of weights, arguments and all buffers, also those in no file (normalisation)."""
     return hash_of(repr(arguments), [*model.named_parameters(), *model.named_buffers()])
 
 
@@ -60,31 +60,29 @@ def load_target(
     trust_model_code: bool = False,
     read_images: Callable[[str, Path | None], Images] = load_images,
 ) -> Target:
-    """A run folder, a `.safetensors` or `.pt` file (with `model` where it does not say), or a factory alone."""
+    """Load a run folder, a `.safetensors` or `.pt` file (with `model` if it names none), or a factory alone."""
     if path is None and model is None:
         raise UserError("name a run folder, a weights file, or --model package.module:factory")
     file = weights_file(path, which) if path else None
     tensors, description = read_weights(file) if file else ({}, {})
     model_name = model or description.get("model")
     if not isinstance(model_name, str):
-        raise UserError(f"{path} does not say which model it holds; name it with --model")
+        raise UserError(f"{path} does not name its model; name it with --model")
     if model is None and model_name not in BUILT_IN and not trust_model_code:
         raise needs_trust(model_name, path, ", or name it yourself with --model")
     if path is None and model_name in BUILT_IN:
         raise UserError(f"--model {model_name} alone has no trained weights; name a run folder or a weights file too")
     own_data = description.get("data")
     if path is not None and (path / RunFile.RECIPE).exists():
-        own_data = load_recipe(path / RunFile.RECIPE).data  # of a folder of images the weights know the name only
+        own_data = load_recipe(path / RunFile.RECIPE).data  # weights have only the name of a folder
     wanted = data or own_data
     if not isinstance(wanted, str):
-        raise UserError(f"{path or model_name} does not say which images it is for; name them with --data")
+        raise UserError(f"{path or model_name} does not name its images; name them with --data")
     if data is None and wanted not in KNOWN_SIZES and not Path(wanted).expanduser().exists():
-        raise UserError(
-            f"{path} was trained on {own_data}, which is not in {Path.cwd()}; say where its images are with --data"
-        )
+        raise UserError(f"{path} was trained on {own_data}, which is not in {Path.cwd()}; give its path with --data")
     images = read_images(wanted, data_dir)
     if wanted == own_data and description.get("data_sha256") not in (None, images.sha256):
-        warn(f"{images.name} here is not the {images.name} that this model was trained on")
+        warn(f"the images of {images.name} differ from those that this model was trained on")
     classes = description.get("classes") or len(images.classes)
     arguments = description.get("arguments") if model_name == description.get("model") else None
     if not isinstance(arguments, dict):
@@ -122,16 +120,16 @@ def weights_file(target: Path, which: str) -> Path:
     if path.exists():
         return path
     if (target / RunFile.RECORD).exists():
-        lost = "a best epoch is kept only where --holdout images were watched; use --which last"
-        lost = "it was deleted; start the run again with --resume" if which == "last" else lost
-        raise UserError(f"the run {target} has no {path.name}: {lost}")
+        best = "a best epoch is kept only with --holdout images; use --which last"
+        reason = "it was deleted; start the run again with --resume" if which == "last" else best
+        raise UserError(f"the run {target} has no {path.name}: {reason}")
     inside = sorted(target.glob(f"*/{RunFile.MODEL}"))
     hint = f"; did you mean {inside[0].parent}?" if inside else "; name the folder of a run, such as runs/NAME"
-    raise UserError(f"{target} holds no {path.name}{hint}")
+    raise UserError(f"{target} has no {path.name}{hint}")
 
 
 def guess_arguments(name: str, tensors: dict[str, Tensor], images: Images) -> dict[str, Any]:
-    """Arguments of a built-in model whose file does not name them, as far as its weights do."""
+    """Arguments of a built-in model, from its weights, where the file does not have them."""
     tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     first = tensors.get("blocks.0.conv1.weight" if name.startswith("wide") else "conv1.weight")
     width = {} if first is None else {"width": len(first)}

@@ -1,4 +1,4 @@
-"""A card, checked again: its numbers against its verdicts, its verdicts against the model and the saved examples."""
+"""Verify a card: its numbers against its verdicts, its verdicts against the model and the saved examples."""
 
 import math
 import zipfile
@@ -40,11 +40,10 @@ class Verification(TypedDict):
 def verify_card(
     path: Path, *, data_dir: Path | None = None, device: str = "auto", trust_model_code: bool = False
 ) -> Verification:
-    """Each saved example of a card again: within eps + 1e-6 of its image in float64, in [0, 1], and misclassified.
+    """Check each saved example: within eps + 1e-6 of its image in float64, in [0, 1], and misclassified.
 
-    Also that they are the examples which the card says are broken, of the model and the images that it names, that the
-    model is right and wrong about the plain images where the card says so, and that its numbers follow from its
-    verdicts.
+    Also checked: model and images are those of the card, every broken image has its example, clean verdicts are right,
+    and the card's numbers follow from its verdicts.
     """
     fields, unchanged = read_json_and_check(path)
     card = Card.parse(fields, path)
@@ -52,9 +51,7 @@ def verify_card(
     if not card.adversarial:
         raise UserError(f"{path} has no saved examples; evaluate with --save-adversarial")
     if card.measured.randomised:
-        raise UserError(
-            f"{path} is of a randomised model, whose answers differ from time to time; nothing can be verified"
-        )
+        raise UserError(f"{path} can't be verified: it is of a randomised model, whose outputs vary")
     if not trust_model_code and subject.model not in BUILT_IN:
         raise needs_trust(subject.model, path)
     beside = path.parent / Path(subject.file).name if subject.file else None
@@ -62,11 +59,11 @@ def verify_card(
     images, report = target.images, Verification(card=str(path), checked=0, largest_distance=0.0, failures=[])
     failures = report["failures"]
     if not unchanged:
-        failures.append("the card was changed after it was written, or is damaged: its checksum does not fit")
+        failures.append("the card is damaged, or was changed after it was written: its checksum does not match")
     if inconsistent := _inconsistency(card):
         failures.append(inconsistent)
     if mismatch := card.mismatch(model=target.sha256, data=images.sha256, threat=None):
-        failures.append(f"the card is not of the model and images that are here: {mismatch}")
+        failures.append(f"the card does not match this model and these images: {mismatch}")
     if card.data.images > len(images.test_y):
         failures.append(f"there are only {len(images.test_y)} test images")
     if failures:
@@ -79,19 +76,18 @@ def verify_card(
         with users_code("the model failed on an adversarial example", RunFailed):
             return ~is_wrong(probe.logits(z.to(device_used)), images.test_y[rows].to(device_used)).cpu()
 
-    answers = {True: "right", False: "wrong"}
     with evaluating(model), full_precision(), console.Bar("verify", len(broken_by)) as bar:
         for rows in _pieces(torch.arange(settings.images)):
             for row, right in zip(rows.tolist(), is_right(as_floats(images.test_x[rows]), rows).tolist(), strict=True):
-                if right != (expected := broken_by["clean"][row] is None):
-                    there = f"the model is {answers[right]} about image {row}"
-                    failures.append(f"clean: {there}, and the card says {answers[expected]}")
+                if right != (broken_by["clean"][row] is None):
+                    answer = "right" if right else "wrong"
+                    failures.append(f"clean: the model is {answer} about image {row}, unlike the card")
         names = [name for name in broken_by if name != "clean"]
         for name, numbers, points in read_examples(path.parent / Path(card.adversarial).name, names):
             broken = [row for row, verdict in enumerate(broken_by[name]) if verdict not in NOT_FOUND]
             shape = (len(broken), *as_floats(images.test_x[:1]).shape[1:])
             if sorted(numbers.tolist()) != broken or points.dtype != torch.float32 or points.shape != shape:
-                failures.append(f"{name}: the saved examples are not those that the card says are broken")
+                failures.append(f"{name}: the saved examples are not those of the card's broken images")
                 continue
             for rows, z in zip(_pieces(numbers), _pieces(points), strict=True):
                 change = z.double() - as_floats(images.test_x[rows]).double()
@@ -109,26 +105,26 @@ def verify_card(
 
 
 def _inconsistency(card: Card) -> str | None:
-    """What a card says that does not follow from its verdicts, in a sentence."""
+    """What in a card does not follow from its verdicts."""
     broken_by, count = card.broken_by, card.data.images
     if {card.settings.images, *map(len, broken_by.values())} != {count}:
-        return f"the verdicts are not one for each of the {count} images"
+        return f"there is not one verdict for each of the {count} images"
     attacks = {name: verdicts for name, verdicts in broken_by.items() if name != AUDIT}
     for name, verdicts in broken_by.items():
         before = first_broken_by(attacks) if name == AUDIT else broken_by["clean"]
         wrong_before = [verdict in ("clean", "before") for verdict in verdicts]
         on_every_image = name in CATALOG and CATALOG[name].judged == "last"
         if not on_every_image and wrong_before != [verdict is not None for verdict in before]:
-            return f"{name}: images that were wrong before the attack are not those that the card says"
+            return f"{name}: the images that were wrong before the attack are not those of the other verdicts"
     first = first_broken_by(broken_by)
     shown = {name: dict(result) for name, result in card.results.items()} | {"all": dict(card.all_attacks)}
     counted = {name: dict(shares(verdicts)) for name, verdicts in {**attacks, "all": first}.items()}
     if shown.keys() != counted.keys() or any(shown[name] | counted[name] != shown[name] for name in shown):
-        return "the accuracies are not those of the verdicts"
+        return "the accuracies do not match the verdicts"
     if card.first_broken_by != first:
-        return "the list of what broke each image first is not that of the verdicts"
+        return "the list of what broke each image first does not match the verdicts"
     if missing := {flag.name for flag in judge(card.measured, broken_by)} - {flag.name for flag in card.flags}:
-        return f"its numbers raise a red flag that it does not show: {min(missing)}"
+        return f"its numbers raise a red flag that it does not list: {min(missing)}"
     return None
 
 
@@ -137,11 +133,11 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
 
 
 def read_examples(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Attack, numbers of images, points; one attack in memory at a time."""
+    """Yield attack, numbers of images and points; one attack in memory at a time."""
     try:
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise ValueError("compressed, which moatlab never does")
+                raise ValueError("compressed, which moatlab never writes")
         with np.load(path) as archive:
             for name in names:
                 yield name, torch.from_numpy(archive[f"{name}_rows"]), torch.from_numpy(archive[f"{name}_x"])
