@@ -11,8 +11,7 @@ from moatlab.reproduce.paper import experiment
 
 Result = dict[str, Any]
 COST = ("collapsed", "passes")
-TIME = ("training", "time / fgsm")
-TIME_IN_PAPER = ("paper", "paper: time / fgsm")
+TIME = ("training", "time / fgsm", "paper", "paper: time / fgsm")
 TITLES = {"rows": "Last epoch, as in the paper", "best_rows": "Best epoch on held-out images"}
 MARKS = {"holds": "holds", "does not hold": "does not hold", "not decided": "not decided at this scale"}
 STYLES = {"holds": "green", "does not hold": "red"}
@@ -51,14 +50,16 @@ def accuracy_lines(rows: list[dict[str, Any]]) -> list[Line]:
     return lines
 
 
-def time_lines(rows: list[dict[str, Any]], columns: list[str]) -> list[Line]:
+def time_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[Line]]:
+    """Its columns and lines, without columns that are empty."""
     lines = []
     for row in rows:
         cost = row["cost"]
         theirs = f"{cost['paper_minutes']:.0f} min" if cost["paper_minutes"] else ""
         cells = [f"{cost['seconds']:.0f} s", ratio(cost["seconds_to_fgsm"]), theirs, ratio(cost["paper_to_fgsm"])]
-        lines.append(Line(row["row"], cells[: len(columns)]))
-    return lines
+        lines.append(Line(row["row"], cells))
+    used = [number for number in range(len(TIME)) if any(line.cells[number] for line in lines)]
+    return [TIME[i] for i in used], [line._replace(cells=[line.cells[i] for i in used]) for line in lines]
 
 
 def paper_lines(result: Result) -> list[Line]:
@@ -82,10 +83,10 @@ def in_paper(result: Result) -> list[dict[str, Any]]:
 
 def tables_of(result: Result) -> list[dict[str, Any]]:
     """Each with its title, the headings of its columns, and its lines."""
-    names, times = list(columns_of(result).values()), [*TIME, *(TIME_IN_PAPER if in_paper(result) else ())]
+    names = list(columns_of(result).values())
     tables = [
         *((title, [*names, *COST], accuracy_lines(result[key] or [])) for key, title in TITLES.items()),
-        ("Training time", times, time_lines(result["rows"], times)),
+        ("Training time", *time_table(result["rows"])),
         ("The paper's accuracies, and ours minus the paper's", names, paper_lines(result)),
     ]
     return [{"title": title, "columns": columns, "lines": lines} for title, columns, lines in tables if lines]
