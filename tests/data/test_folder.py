@@ -61,7 +61,7 @@ def test_of_a_folder_of_classes_alone_a_tenth_is_set_apart_for_testing(pets, cap
     )  # 10 to 14 are of both
     assert images.classes == ("cat", "dog")
     assert load_images(str(pets / "train")).sha256 == images.sha256
-    assert "no test image is of the class" in capsys.readouterr().err
+    assert "has no test image of class" in capsys.readouterr().err
 
 
 def test_images_that_are_added_to_a_folder_of_classes_move_none_from_training_to_testing(tmp_path):
@@ -92,7 +92,7 @@ def test_a_class_without_test_images_is_reported(pets, capsys):
     (pets / "test" / "dog").rmdir()
     with verbosity(True):
         assert load_images(str(pets)).test_y.tolist() == [0, 0]
-    assert "no test image is of the class 'dog'" in capsys.readouterr().err
+    assert "has no test image of class 'dog'" in capsys.readouterr().err
 
 
 def test_training_images_are_shuffled_the_same_way_each_time_and_keep_their_labels(pets):
@@ -154,7 +154,7 @@ def refused(folder, message):
 def test_an_image_of_another_size_is_named(pets):
     write_image(pets / "train" / "dog" / "2.png", size=(8, 7))
     write_image(pets / "train" / "dog" / "3.png", size=(9, 9))
-    refused(pets, r"dog/2\.png has 8x7 pixels where .*cat/0\.png has 8x6; make all images one size")
+    refused(pets, r"dog/2\.png has 8x7 pixels, but .*cat/0\.png has 8x6; resize all images to one size")
 
 
 @settings(max_examples=30, deadline=None)
@@ -173,7 +173,7 @@ def test_an_image_cut_anywhere_in_its_data_is_named(tmp_path_factory, data):
 
 def test_a_file_that_is_no_image_is_named(pets):
     (pets / "test" / "dog" / "1.png").write_text("not an image")
-    refused(pets, r"test/dog/1\.png cannot be read as an image; replace it or take it out")
+    refused(pets, r"test/dog/1\.png cannot be read as an image; replace or remove it")
 
 
 def test_sixteen_bits_per_channel_are_refused_instead_of_clipped(pets):
@@ -188,12 +188,12 @@ def test_a_folder_with_one_of_train_and_test_is_refused(pets):
 
 def test_a_folder_without_classes_is_refused(tmp_path):
     (tmp_path / "train").mkdir()
-    refused(tmp_path, "train is empty; give it one folder of images for each class")
+    refused(tmp_path, "train is empty; add one folder of images for each class")
 
 
 def test_a_single_class_is_refused(tmp_path):
     write_image(tmp_path / "train" / "cat" / "0.png")
-    refused(tmp_path, r"one class only \(cat\); a classifier needs at least two")
+    refused(tmp_path, r"only one class \(cat\); a classifier needs at least two")
 
 
 @pytest.mark.parametrize("part", ["train", "test"])

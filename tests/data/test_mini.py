@@ -64,7 +64,7 @@ def test_get_of_mini_is_its_embedded_folder():
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(
-        UserError, match=r"^no data set, folder or .npz file called 'nosuch'; known are mini, cifar10, cifar100$"
+        UserError, match=r"^no data set, folder or .npz file named 'nosuch'; known data sets: mini, cifar10, cifar100$"
     ):
         load_images("nosuch")
 

@@ -1,4 +1,4 @@
-"""The batch of step s is a pure function of (seed, s), whether the images are in memory or on the disk."""
+"""Training batches. The batch of step s is a pure function of (seed, s), for images in memory and on disk."""
 
 import itertools
 import signal
@@ -16,11 +16,11 @@ from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.runtime.randomness import generator
 
 PADDING = 4
-MOST_WORKERS = 8  # processes that decode images, for each that trains
+MOST_WORKERS = 8  # decoding processes for each training process
 
 
 class Ahead:
-    """Batches from the disk, beginning at a step, decoded ahead of time by the workers of PyTorch's DataLoader."""
+    """Prefetched batches of images on disk, from a given step on, decoded by PyTorch's DataLoader workers."""
 
     def __init__(self, images: OnDisk, numbers: Iterable[list[int]], step: int, pin: bool) -> None:
         from torch.utils.data import DataLoader
@@ -38,10 +38,10 @@ class Ahead:
     def take(self) -> Tensor:
         try:
             batch: Tensor = next(self.batches)
-        except UserError as error:  # its text is the traceback of the worker
+        except UserError as error:  # its text is the worker's traceback
             raise RunFailed(str(error).strip().splitlines()[-1].rpartition("UserError: ")[2]) from None
         except RuntimeError as error:
-            raise RunFailed(f"a process that decodes images has ended ({error})") from error
+            raise RunFailed(f"a process that decodes images stopped ({error})") from error
         self.next_step += 1
         return batch
 
@@ -55,12 +55,12 @@ def _leave_signals_to_the_run(_worker: int) -> None:
 class Batches:
     """The training images of a run and their order in each epoch."""
 
-    x: Tensor | OnDisk  # uint8, (N, H, W, C), on any device or on the disk
-    y: Tensor  # on the device that the run trains on
+    x: Tensor | OnDisk  # uint8, (N, H, W, C), on any device or on disk
+    y: Tensor  # on the device used for training
     batch_size: int
     augment: bool
     seed: int
-    ahead: list[Ahead] = field(default_factory=list)  # at most one: what decodes images from the disk
+    ahead: list[Ahead] = field(default_factory=list)  # at most one, for images on disk
 
     @property
     def steps_per_epoch(self) -> int:
@@ -70,7 +70,7 @@ class Batches:
         """This process's part of the batch of a step: images as `as_floats` makes them, and labels."""
         part = distributed.share(self.batch_size)
         images = self.x[self.numbers(step, self.x.device)[part]] if isinstance(self.x, Tensor) else self._decoded(step)
-        images = images.to(self.y.device, non_blocking=self.y.device.type == "cuda")  # others may not keep the source
+        images = images.to(self.y.device, non_blocking=self.y.device.type == "cuda")  # others may free the source early
         if self.augment:
             draws = generator(self.seed, "augment", step, device=self.y.device)
             images = crop_and_flip(images, *(whole[part] for whole in shifts(self.batch_size, draws)))
@@ -83,7 +83,7 @@ class Batches:
         return order[position * self.batch_size : (position + 1) * self.batch_size]
 
     def close(self) -> None:
-        """End the workers that decode images, if there are any."""
+        """Stop the decoding workers, if any."""
         self.ahead.clear()
 
     def _decoded(self, step: int) -> Tensor:
@@ -95,20 +95,20 @@ class Batches:
         return self.ahead[0].take()
 
 
-@lru_cache(maxsize=4)  # this epoch's and the next one's, on the device and on the CPU
+@lru_cache(maxsize=4)  # this epoch and the next, on the device and on the CPU
 def epoch_order(count: int, seed: int, epoch: int, device: torch.device | str) -> Tensor:
     return torch.randperm(count, generator=generator(seed, "order", epoch)).to(device)
 
 
 def shifts(count: int, draws: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Top and left of each crop from the padded image, and whether it is mirrored; each is (count, 1)."""
+    """Top and left of each crop of the padded image, and whether it is flipped; each (count, 1)."""
     top, left = torch.randint(2 * PADDING + 1, (2, count, 1), generator=draws, device=draws.device)
     return top, left, torch.randint(2, (count, 1), generator=draws, device=draws.device).bool()
 
 
 def crop_and_flip(images: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> Tensor:
-    """Each image of (B, H, W, C) shifted by up to 4 pixels over a black border, and mirrored half of the time. This is
-    one gather for the whole batch, in which the columns of a mirrored image run backwards."""
+    """Random crops of (B, H, W, C) images padded with 4 black pixels, and horizontal flips, as one gather for the whole
+    batch: the column indices of a flipped image are reversed."""
     padded = torch.nn.functional.pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
     which, rows, columns = (torch.arange(length, device=images.device) for length in images.shape[:3])
     rows, columns = top + rows, left + torch.where(mirrored, columns.flip(0), columns)

@@ -1,8 +1,8 @@
-"""CIFAR-10, CIFAR-100 and the embedded `mini` set (A. Krizhevsky, "Learning Multiple Layers of Features from Tiny
-Images", 2009), and readers for both of their file layouts.
+"""CIFAR-10, CIFAR-100 (A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009) and the embedded
+`mini`, and readers for their two file layouts.
 
-Binary layout (preferred: nothing is unpickled): a record is one label byte (CIFAR-100: coarse, then fine) and the
-pixels channel by channel. Pickled layout: Python 2 pickles, which torchvision downloads.
+Binary (preferred, nothing is unpickled): records of one label byte (CIFAR-100: coarse, then fine) and the pixels
+channel by channel. Pickled: the Python 2 pickles that torchvision downloads.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from moatlab.runtime.files import check_pickle
 Pixels: TypeAlias = npt.NDArray[np.uint8]  # (N, H, W, 3)
 Labels: TypeAlias = npt.NDArray[np.int64]  # (N,)
 
-SUMS_FILE = "SHA256SUMS"  # as sha256sum writes it
+SUMS_FILE = "SHA256SUMS"  # in the format of sha256sum
 SITE = "https://www.cs.toronto.edu/~kriz/"
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One data set. File names are stems: `.bin` in the binary layout, bare in the pickled one."""
+    """One data set. Stems are file names without `.bin`, which only the binary layout has."""
 
     description: str
     train_stems: tuple[str, ...] = ("train",)
@@ -57,12 +57,7 @@ class Spec:
 
 
 SPECS = {
-    "mini": Spec(
-        "6,500 images of CIFAR-10 averaged down to 16x16, part of this package",
-        train_count=5_500,
-        test_count=1_000,
-        side=16,
-    ),
+    "mini": Spec("6,500 CIFAR-10 images averaged to 16x16, embedded", train_count=5_500, test_count=1_000, side=16),
     "cifar10": Spec(
         "CIFAR-10, 60,000 images of 32x32 in 10 classes",
         train_stems=tuple(f"data_batch_{number}" for number in range(1, 6)),
@@ -90,13 +85,13 @@ SPECS = {
 
 
 def suffix_in(folder: Path, spec: Spec) -> str | None:
-    """`.bin` where the folder holds the binary layout, empty for the pickled one, None for neither."""
+    """`.bin` if the folder has the binary layout, empty for the pickled one, None for neither."""
     layouts = (suffix for suffix in (".bin", "") if any((folder / (stem + suffix)).is_file() for stem in spec.stems))
     return next(layouts, None)
 
 
 def read_arrays(folder: Path, spec: Spec) -> tuple[Pixels, Labels, Pixels, Labels]:
-    """Training images and labels, then those of the test set. Missing training batches are left out."""
+    """Training images and labels, test images and labels. Missing training batches are skipped."""
     suffix = suffix_in(folder, spec)
     read = read_records if suffix else read_pickle
     test_path = folder / f"{spec.test_stem}{suffix}"
@@ -104,25 +99,21 @@ def read_arrays(folder: Path, spec: Spec) -> tuple[Pixels, Labels, Pixels, Label
     found = [path for path in train_paths if path.is_file()]
     if not found or not test_path.is_file():
         missing = test_path if found else train_paths[0]
-        raise UserError(f"{folder} has no {missing.name}; add it, or remove the folder to have it fetched again")
+        raise UserError(f"{folder} has no {missing.name}; add it, or remove the folder to download it again")
     batches = [read(path, spec) for path in found]
     train_x, train_y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     return train_x, train_y, *read(test_path, spec)
 
 
 def shortfall(spec: Spec, train_count: int, test_count: int) -> str | None:
-    """How the counts differ from the official ones, in words; None when they do not."""
+    """A note on how the counts differ from the official ones, or None."""
     counts = (("training", train_count, spec.train_count), ("test", test_count, spec.test_count))
-    notes = [
-        f"{count:,} {'of' if count < official else 'instead of'} the official {official:,} {kind} images"
-        for kind, count, official in counts
-        if count != official
-    ]
+    notes = [f"{found:,} instead of {wanted:,} {kind} images" for kind, found, wanted in counts if found != wanted]
     return " and ".join(notes) or None
 
 
 def class_names(folder: Path, spec: Spec) -> tuple[str, ...]:
-    """CIFAR-10's names are fixed; CIFAR-100's come with its files, otherwise its classes are numbered."""
+    """CIFAR-10's names are built in. CIFAR-100's are read from its files; without them, classes are numbered."""
     path = folder / spec.names_file
     if spec.classes == CIFAR10_CLASSES or not path.is_file():
         return spec.classes
@@ -141,8 +132,7 @@ def read_records(path: Path, spec: Spec) -> tuple[Pixels, Labels]:
     raw = np.frombuffer(_read_bytes(path), np.uint8)
     size = spec.label_bytes + 3 * spec.side**2
     if raw.size == 0 or raw.size % size:
-        trouble = f"not a whole number of {size:,}-byte records ({raw.size % size:,} left over)"
-        raise UserError(f"{path} is damaged: its {raw.size:,} bytes are {trouble}; replace it")
+        raise UserError(f"{path} is damaged: its {raw.size:,} bytes are not records of {size:,} bytes each; replace it")
     records = raw.reshape(-1, size)
     return _checked(path, spec, records[:, spec.label_bytes :], records[:, spec.label_bytes - 1])
 
@@ -151,8 +141,8 @@ UNREADABLE_PICKLE = (pickle.UnpicklingError, ArithmeticError, AttributeError, EO
 
 
 class _Standin:
-    """The state of a pickled numpy array or dtype, kept and not acted on. numpy's own classes trust that state: one
-    changed flag of a dtype makes numpy follow pixels as pointers. So arrays are built from shape and bytes alone."""
+    """The state of a pickled numpy array or dtype, stored only. numpy's own classes trust it: one changed flag of a
+    dtype makes numpy follow pixels as pointers. Here an array is built from its shape and bytes alone."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -168,19 +158,19 @@ class _Standin:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads plain values and arrays of bytes; a pickle that asks for anything else runs nothing."""
+    """Unpickles plain values and byte arrays; refuses a pickle that names any other class or function."""
 
     admitted: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): _Standin,
         ("numpy._core.multiarray", "_reconstruct"): _Standin,
         ("numpy", "ndarray"): _Standin,
         ("numpy", "dtype"): _Standin,
-        ("_codecs", "encode"): lambda text, _encoding: text.encode("latin1"),  # how protocol 2 writes bytes
+        ("_codecs", "encode"): lambda text, _encoding: text.encode("latin1"),  # bytes in protocol 2
     }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.admitted:
-            raise UserError(f"its pickle asks for {module}.{name}, which images never need; do not trust it")
+            raise UserError(f"its pickle imports {module}.{name}, which images never need; do not trust it")
         return self.admitted[module, name]
 
 
@@ -194,17 +184,16 @@ def read_pickle(path: Path, spec: Spec) -> tuple[Pixels, Labels]:
         fields = {key if isinstance(key, str) else key.decode(): value for key, value in content.items()}
         planes, labels = fields["data"].pixels(), fields[spec.labels_key]
         if not labels or planes.shape != (len(labels), 3 * spec.side**2) or {*map(type, labels)} != {int}:
-            raise ValueError("images and labels do not fit together")
+            raise ValueError("images and labels do not match")
     except UserError as error:
         raise UserError(f"{path} was refused: {error}") from None
     except (*UNREADABLE_PICKLE, TypeError, ValueError) as error:
-        message = f"{path} is damaged, or is no CIFAR file with 'data' and '{spec.labels_key}'; replace it"
-        raise UserError(message) from error
+        raise UserError(f"{path} is damaged or not CIFAR with 'data' and '{spec.labels_key}'; replace it") from error
     return _checked(path, spec, planes, np.array(labels))
 
 
 def _checked(path: Path, spec: Spec, planes: Pixels, labels: npt.NDArray[Any]) -> tuple[Pixels, Labels]:
-    """Channel planes turned into channels-last images, labels into int64 within range."""
+    """Channels-last images from channel planes, and int64 labels, checked to be in range."""
     if (wrong := np.flatnonzero((labels < 0) | (labels >= len(spec.classes)))).size:
         label = f"label {labels[wrong[0]]}, but there are {len(spec.classes)} classes"
         raise UserError(f"{path} is damaged: record {wrong[0]:,} has {label}; replace it")
@@ -213,7 +202,7 @@ def _checked(path: Path, spec: Spec, planes: Pixels, labels: npt.NDArray[Any]) -
 
 
 def _read_bytes(path: Path) -> bytes:
-    """The file's content, checked against the checksums in its folder, which the package and the cache have."""
+    """The file's content, checked against SHA256SUMS in its folder (the package and the cache have one)."""
     try:
         content = path.read_bytes()
         sums_file = path.parent / SUMS_FILE
@@ -222,5 +211,5 @@ def _read_bytes(path: Path) -> bytes:
         raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
     sums = {name.strip(" *"): digest for digest, _, name in (line.partition(" ") for line in lines)}
     if path.name in sums and hashlib.sha256(content).hexdigest() != sums[path.name]:
-        raise UserError(f"{path} is damaged: its checksum is not the one in {SUMS_FILE}; replace it")
+        raise UserError(f"{path} is damaged: its checksum does not match {SUMS_FILE}; replace it")
     return content

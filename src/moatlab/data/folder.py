@@ -1,5 +1,5 @@
-"""A folder with a folder of images for each class, all of one size. They are read into memory. Training images that
-would fill too much of it stay on the disk and are decoded batch by batch: the same images, order and checksum."""
+"""Data sets from folders: one folder per class, all images of one size. Images are read into memory. Training images
+too large for it stay on disk and are decoded batch by batch, with the same pixels, order and checksum."""
 
 import hashlib
 import math
@@ -21,21 +21,20 @@ from moatlab.runtime.randomness import generator, key
 Listed: TypeAlias = list[tuple[Path, int]]  # images with their labels
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
-SMALLEST_STD = 1e-4  # a constant channel must not divide by zero
+SMALLEST_STD = 1e-4  # a constant channel has no deviation to divide by
 
 
 def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
-    """The folder as a data set, normalised with the statistics of its own training images: FOLDER/train/CLASS/IMAGE and
-    FOLDER/test/CLASS/IMAGE, or FOLDER/CLASS/IMAGE, of which about a tenth is set apart for testing.
+    """Reads FOLDER/train/CLASS/IMAGE and FOLDER/test/CLASS/IMAGE, or FOLDER/CLASS/IMAGE, of which about a tenth is set
+    apart for testing. `mean` and `std` are those of the training images.
 
-    Images come in a fixed shuffled order, because on disk they are sorted by class: the last ones for training will be
-    held out, and the first ones for testing are what `--n` takes. With `stream`, training images stay on the disk; by
-    default they do where they would fill a quarter of the memory.
+    Images are shuffled in a fixed order: the last training images are held out later, and `--n` takes the first test
+    images. With `stream`, training images stay on disk; by default, if they would fill a quarter of the memory.
     """
     classes, train, test, note = _train_and_test(folder)
     for part, images in (("training", train), ("test", test)):
         if missing := set(range(len(classes))) - {label for _, label in images}:
-            warn(f"{folder}: no {part} image is of the class {classes[min(missing)]!r}")
+            warn(f"{folder} has no {part} image of class {classes[min(missing)]!r}")
     mode = "L" if all(_is_grey(path) for path, _ in sorted(train) + sorted(test)) else "RGB"
     first = min(path for path, _ in train)
     on_disk, tested = (OnDisk([path for path, _ in images], mode, first) for images in (train, test))
@@ -62,17 +61,17 @@ def read_folder(folder: Path, *, stream: bool | None = None) -> Images:
 
 
 def _train_and_test(folder: Path) -> tuple[list[str], Listed, Listed, str | None]:
-    """Class names, training and test images, and a note. Where images are set apart for testing, each image's name
-    decides about it, so that adding or removing others later turns no training image into a test image."""
+    """Class names, training images, test images and a note. Test images are set apart by a hash of their names, so
+    that adding or removing files never turns a training image into a test image."""
     split = (folder / "train").is_dir() or (folder / "test").is_dir()
     top = folder / "train" if split else folder
     classes = _class_folders(top)
     if len(classes) < 2:
-        raise UserError(f"{top} has one class only ({classes[0]}); a classifier needs at least two")
+        raise UserError(f"{top} has only one class ({classes[0]}); a classifier needs at least two")
     listed = _list_images(top, classes, "folder order")
     if split:
-        if strangers := [name for name in _class_folders(folder / "test") if name not in classes]:
-            raise UserError(f"{folder / 'test'} has a class {strangers[0]!r} that {top} does not have")
+        if unknown := [name for name in _class_folders(folder / "test") if name not in classes]:
+            raise UserError(f"{folder / 'test'} has a class {unknown[0]!r} that {top} does not have")
         return classes, listed, _list_images(folder / "test", classes, "folder test order"), None
     test = [image for image in listed if _draw(image[0]) < 0.1] or [min(listed, key=lambda image: _draw(image[0]))]
     apart = set(test)
@@ -86,20 +85,20 @@ def _class_folders(folder: Path) -> list[str]:
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if not names:
         state = "is empty" if next(folder.iterdir(), None) is None else "has no folders in it"
-        raise UserError(f"{folder} {state}; give it one folder of images for each class")
+        raise UserError(f"{folder} {state}; add one folder of images for each class")
     return names
 
 
 def _draw(path: Path) -> float:
-    """From 0 to 1, a function of the names of the class and the file."""
+    """A number in [0, 1), a hash of the names of the class and the file."""
     return key(0, f"test image {path.parent.name}/{path.name}") / 2**64
 
 
 def _list_images(folder: Path, classes: list[str], order: str) -> Listed:
-    """All images below a folder, in a random order that this name seeds."""
+    """All images of these classes, shuffled by a generator that `order` seeds."""
     found: Listed = []
     for label, name in enumerate(classes):
-        if (folder / name).is_dir():  # the test set need not show every class
+        if (folder / name).is_dir():  # the test set may lack a class
             inside = sorted((folder / name).iterdir())
             images = [path for path in inside if path.suffix.lower() in SUFFIXES and path.name[0] != "."]
             if not images:
@@ -109,17 +108,17 @@ def _list_images(folder: Path, classes: list[str], order: str) -> Listed:
 
 
 def _is_grey(path: Path) -> bool:
-    with opened(path) as image:  # which reads only the beginning of the file
+    with opened(path) as image:  # reads only the header
         return image.mode in ("1", "L")
 
 
 def histogram(x: Pixels) -> npt.NDArray[np.int64]:
-    """How often each channel has each of the 256 values."""
+    """Counts of the 256 values in each channel."""
     return np.stack([np.bincount(x[..., channel].ravel(), minlength=256) for channel in range(x.shape[-1])])
 
 
 def channel_statistics(counts: npt.NDArray[np.int64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in [0, 1], exactly, from counts of the 256 values."""
+    """Exact mean and standard deviation of each channel, in [0, 1], from its histogram."""
     values = np.arange(256) / 255
     means, stds = [], []
     for count in counts:

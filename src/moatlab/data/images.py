@@ -1,4 +1,4 @@
-"""A data set: images as bytes in memory or in files, and as the floats that models take."""
+"""Data sets: images as bytes in memory or on disk, and as floats for models."""
 
 import hashlib
 import struct
@@ -18,36 +18,32 @@ from moatlab.data.cifar import Pixels
 from moatlab.runtime.console import Bar
 from moatlab.runtime.errors import UserError
 
-AT_ONCE = 256  # images in a piece, which threads decode
+AT_ONCE = 256  # images decoded in one piece
 
 
 class OnDisk:
-    """Images of one size that are decoded when they are used, as bytes, (height, width, channels)."""
+    """Images of one size, decoded when used, as bytes (height, width, channels)."""
 
     def __init__(self, paths: list[Path], mode: str, first: Path) -> None:
         self.paths, self.mode, self.first = paths, mode, first
-        self.image_shape = decode(first, mode).shape
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.paths), *self.image_shape)
+        self.shape: tuple[int, ...] = (len(paths), *decode(first, mode).shape)
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, number: int) -> Tensor:
-        image = decode(self.paths[number], self.mode)
-        if image.shape != self.image_shape:
-            size, wanted = (f"{shape[1]}x{shape[0]}" for shape in (image.shape, self.image_shape))
-            path = self.paths[number]
-            raise UserError(f"{path} has {size} pixels where {self.first} has {wanted}; make all images one size")
+        path = self.paths[number]
+        image = decode(path, self.mode)
+        if image.shape != self.shape[1:]:
+            size, wanted = (f"{width}x{height}" for height, width in (image.shape[:2], self.shape[1:3]))
+            raise UserError(f"{path} has {size} pixels, but {self.first} has {wanted}; resize all images to one size")
         return torch.from_numpy(image)
 
     def part(self, numbers: Iterable[int]) -> Self:
         return type(self)([self.paths[number] for number in numbers], self.mode, self.first)
 
     def pieces(self, bar: Bar | None = None) -> Iterator[Tensor]:
-        """All images in order, a few at a time. Pillow decodes outside the interpreter lock, so threads help."""
+        """All images in order, in pieces. Threads speed it up: Pillow releases the interpreter lock while decoding."""
         with ThreadPoolExecutor() as pool:
             for begin in range(0, len(self), AT_ONCE):
                 numbers = range(begin, min(begin + AT_ONCE, len(self)))
@@ -61,7 +57,7 @@ class OnDisk:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """A data set: uint8 images (N, H, W, C) and int64 labels (N,). Training images may be on the disk."""
+    """A data set: uint8 images (N, H, W, C) and int64 labels (N,). Training images may be on disk."""
 
     name: str
     train_x: Tensor | OnDisk
@@ -72,12 +68,12 @@ class Images:
     mean: tuple[float, ...]  # of each channel, with pixels in [0, 1]
     std: tuple[float, ...]
     source: str  # "embedded", "cache", "folder NAME" or "arrays NAME"
-    note: str | None  # how it differs from the official set, or how its test images were chosen
-    sha256: str  # identifies the exact images, labels and their order; a run records it
+    note: str | None  # how it differs from the official set, or how many test images were set apart
+    sha256: str  # of the images and labels, in order; a run records it
 
 
 def checksum(*tensors: Tensor, digest: "hashlib._Hash | None" = None) -> str:
-    """Of training images and labels, test images and labels; `digest` holds those that it has seen already."""
+    """SHA-256 of training images and labels, test images and labels; `digest` may have the first of them already."""
     digest = digest or hashlib.sha256()
     for tensor in tensors:
         array = tensor.contiguous().numpy()
@@ -87,7 +83,7 @@ def checksum(*tensors: Tensor, digest: "hashlib._Hash | None" = None) -> str:
 
 
 def as_floats(images: Tensor) -> Tensor:
-    """(B, H, W, C) bytes as (B, C, H, W) floats in [0, 1], channels last in memory; floats are taken as they are."""
+    """(B, H, W, C) bytes as (B, C, H, W) floats in [0, 1], channels last in memory; floats are returned as they are."""
     return images if images.is_floating_point() else images.permute(0, 3, 1, 2).float().div_(255)
 
 
@@ -105,4 +101,4 @@ def opened(path: Path) -> Iterator[Image.Image]:
         with Image.open(path) as image:
             yield image
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be read as an image; replace it or take it out") from error
+        raise UserError(f"{path} cannot be read as an image; replace or remove it") from error

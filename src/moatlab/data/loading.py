@@ -1,4 +1,4 @@
-"""Data sets by name or path. Nothing here imports torch before images are loaded: plans need the sizes only."""
+"""Data sets by name or path. torch is imported only when images are loaded: plans need only their sizes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 # name -> (training images, test images, classes)
 KNOWN_SIZES = {name: (spec.train_count, spec.test_count, len(spec.classes)) for name, spec in SPECS.items()}
-
 MINI_FOLDER = Path(__file__).parent / "mini"
 
 
 def load_images(name: str, data_dir: str | Path | None = None, *, stream: bool | None = None) -> Images:
-    """A known data set, the folder of images or the `.npz` file at the path `name`. `stream`: see `read_folder`."""
+    """Load a known data set, or the folder of images or `.npz` file at path `name`. `stream`: see `read_folder`."""
     path = Path(name).expanduser()
     if name not in SPECS and path.is_dir():
         from moatlab.data.folder import read_folder
@@ -37,7 +36,7 @@ def load_images(name: str, data_dir: str | Path | None = None, *, stream: bool |
 
     train_x, train_y, test_x, test_y = map(torch.from_numpy, cifar.read_arrays(folder, spec))
     if note := cifar.shortfall(spec, len(train_y), len(test_y)):
-        warn(f"{name} in {folder} is not the whole set: {note}")
+        warn(f"{name} in {folder} is not the official set: {note}")
     in_cache = folder.is_relative_to(download.cache_dir())
     source = "embedded" if name == "mini" else "cache" if in_cache else f"folder {folder.resolve().name}"
     classes = cifar.class_names(folder, spec)
@@ -46,14 +45,14 @@ def load_images(name: str, data_dir: str | Path | None = None, *, stream: bool |
 
 
 def get_images_folder(name: str, data_dir: str | Path | None = None) -> Path:
-    """The folder of a known data set, which is downloaded if it is not on this machine."""
+    """The folder of a known data set, downloaded if it is not on this machine."""
     if name not in SPECS:
         hint = did_you_mean(name, SPECS)
-        raise UserError(f"no data set, folder or .npz file called {name!r}; known are {', '.join(SPECS)}{hint}")
+        raise UserError(f"no data set, folder or .npz file named {name!r}; known data sets: {', '.join(SPECS)}{hint}")
     return MINI_FOLDER if name == "mini" else download.ensure(name, data_dir)
 
 
 def available(data_dir: str | Path | None = None) -> list[tuple[str, str, str | None]]:
-    """Name, description and place of each known data set; the place is None if it must be downloaded first."""
+    """Name, description and place of each known data set; None as place if it must be downloaded first."""
     places = {name: "embedded" if name == "mini" else download.find(name, data_dir) for name in SPECS}
     return [(name, SPECS[name].description, str(place) if place else None) for name, place in places.items()]
