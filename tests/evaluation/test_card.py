@@ -71,7 +71,7 @@ def test_settings_that_can_not_be_are_no_cards(evaluated, tmp_path, name, value)
 
 def test_a_card_that_was_changed_is_damaged(evaluated, tmp_path):
     (tmp_path / "eval.json").write_text(evaluated[0].card.read_text().replace('"standing": 0', '"standing": 9'))
-    with pytest.raises(Damaged, match="its checksum does not fit"):
+    with pytest.raises(Damaged, match="its checksum does not match"):
         Card.read(tmp_path / "eval.json")
     with pytest.raises(Damaged, match="it is missing"):
         Card.read(tmp_path / "none.json")

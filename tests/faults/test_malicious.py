@@ -257,14 +257,14 @@ def test_links_out_of_a_folder_are_not_written_through(canary, tiny):
         content = path.read_bytes()
         path.unlink()
         path.symlink_to(victim)
-        refused("is a link", *command)
+        refused("is a symbolic link", *command)
         path.unlink()
         path.write_bytes(content)
     assert moat(*command).code == 0
     (canary.parent / "elsewhere").mkdir()
     (canary.parent / "elsewhere" / ".draft.tmp").write_text("precious")
     (canary.parent / "run" / "eval.partial").symlink_to(canary.parent / "elsewhere")
-    refused("is a link", "eval", "run", "--attacks", "fgsm")
+    refused("is a symbolic link", "eval", "run", "--attacks", "fgsm")
     assert victim.read_text() == (canary.parent / "elsewhere" / ".draft.tmp").read_text() == "precious"
 
 

@@ -74,7 +74,7 @@ def test_a_file_of_a_newer_schema_is_refused(tmp_path):
 
 def test_a_file_of_somebody_elses_says_that_its_model_is_unknown(tmp_path):
     safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "m.safetensors")
-    with pytest.raises(UserError, match="does not say which model"):
+    with pytest.raises(UserError, match="does not name its model"):
         moatlab.load(tmp_path / "m.safetensors")
 
 

@@ -104,7 +104,7 @@ with locked(Path(sys.argv[1])):
 def test_a_folder_is_for_one_process_and_free_when_that_one_is_killed(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "mine\n"
-    with pytest.raises(UserError, match="another process is at work"), locked(tmp_path):
+    with pytest.raises(UserError, match="another process uses"), locked(tmp_path):
         pass
     process.kill()
     process.communicate()
@@ -126,7 +126,7 @@ def test_a_second_training_in_the_same_folder_is_refused_and_changes_nothing(her
     with locked(here / "run"):
         ended = moat(*command)
     assert ended.code == 2
-    assert "another process is at work in run" in ended.last_line
+    assert "another process uses run" in ended.last_line
     assert {path: path.read_bytes() for path in (here / "run").iterdir()} == before
 
 

@@ -1,1 +1,1 @@
-"""Networks, and the files of their weights. A model takes images in [0, 1] and returns logits."""
+"""Networks and files of weights. A model takes images in [0, 1] and returns logits."""

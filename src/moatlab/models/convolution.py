@@ -1,22 +1,21 @@
-"""A convolution whose weight gradient is quick on a CPU."""
+"""A convolution with a fast weight gradient on a CPU."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-PATCH_BYTES = 5 * 2**20  # patches at a time: few enough to stay in a CPU's cache
-FEWEST_CHANNELS = 64  # below, and for 1x1 kernels, oneDNN's own weight gradient is as quick
+PATCH_BYTES = 5 * 2**20  # patches at a time, which fit into a CPU's cache
+FEWEST_CHANNELS = 64  # with fewer, and for 1x1 kernels, oneDNN's weight gradient is as fast
 
 
 class Conv2d(nn.Conv2d):
-    """`nn.Conv2d` (square, without bias) with the same parameters and outputs and a quicker weight gradient.
+    """`nn.Conv2d` (square, without bias) with a faster weight gradient: a matrix product over patches of the input.
 
-    oneDNN's is the slowest part of a training step on an AVX2 machine: it runs at about half of the speed of a matrix
-    product. As a matrix product over patches of the input it is 1.2 to 1.6 times as quick, and 3 times on 2x2 images.
-    Under torch.func and autocast it is PyTorch's own. The exception is a CPU without instructions for autocast's short
-    type, where PyTorch takes ten times as long as in float32: there, weights and input are rounded to the short type,
-    multiplied and summed in float32, and the sums rounded, as hardware with such instructions does it.
+    oneDNN's weight gradient is the slowest part of a training step on an AVX2 machine. The matrix product is 1.2 to 1.6
+    times as fast, and 3 times on 2x2 images. Under torch.func and autocast PyTorch's own is used, except on a CPU
+    without instructions for autocast's type, where it is ten times slower than float32: there, weights and input are
+    rounded to that type, multiplied and summed in float32, and the sums rounded, as hardware with them does it.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, padding: int = 0) -> None:
@@ -36,7 +35,7 @@ class Conv2d(nn.Conv2d):
 
 
 def short_for_this_cpu(x: Tensor) -> torch.dtype | None:
-    """The type that autocast asks for, where this CPU has no instructions for it."""
+    """Autocast's type, if this CPU has no instructions for it."""
     if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     short, ops = torch.get_autocast_dtype("cpu"), torch.ops.mkldnn
@@ -54,8 +53,8 @@ class _ByPatches(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        wanted_x, wanted_weight = (asked_for(node) for node, _ in ctx.next_functions[:2])
-        batched = torch._C._functorch.is_legacy_batchedtensor(gradient)  # by autograd.grad(..., is_grads_batched=True)
+        wanted_x, wanted_weight = (is_wanted(node) for node, _ in ctx.next_functions[:2])
+        batched = torch._C._functorch.is_legacy_batchedtensor(gradient)  # grad(is_grads_batched=True)
         by_patches = wanted_weight and not batched and not torch.is_grad_enabled()  # else PyTorch's own
         geometry = ([ctx.stride] * 2, [ctx.padding] * 2, [1, 1], False, [0, 0], 1)  # the last four are the defaults
         wanted = [wanted_x, wanted_weight and not by_patches, False]
@@ -65,16 +64,16 @@ class _ByPatches(torch.autograd.Function):
         return of_x, of_weight, None, None
 
 
-def asked_for(node: Any) -> bool:
-    """Whether the current backward pass will reach a node. `ctx.needs_input_grad` says only whether one could."""
+def is_wanted(node: Any) -> bool:
+    """Whether this backward pass will reach a node (`ctx.needs_input_grad`: whether one could)."""
     try:
         return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf whose gradient torch.autograd.grad was asked for
+    except RuntimeError:  # a leaf among the inputs of torch.autograd.grad
         return True
 
 
 def weight_gradient(x: Tensor, gradient: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
-    """Of a convolution of x, given its output's gradient: patches^T gradient, summed over images and positions."""
+    """patches(x)^T gradient, summed over images and positions; `gradient` is that of the output."""
     count, channels, height, width = x.shape
     outputs, rows, columns = gradient.shape[1:]
     length = kernel * kernel * channels

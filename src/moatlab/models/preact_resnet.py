@@ -1,4 +1,4 @@
-"""PreAct ResNets (He et al., 2016, "Identity mappings"), in the four variants of that name in public code.
+"""PreAct ResNets (He et al., 2016, "Identity mappings"), in the four variants found in public code.
 
 shortcut, final_norm     raw, yes: fast_adversarial      raw, no: GradAlign
                          activated, no: Kim et al.       activated, yes: Rice et al. (the default here)
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from moatlab.models.convolution import Conv2d
 
-Channels: TypeAlias = Sequence[float]  # a number for each
+Channels: TypeAlias = Sequence[float]  # one number per channel
 
 
 class Normalize(nn.Module):
-    """(x - mean) / std as the model's first layer, so that the model takes images in [0, 1] and eps means pixels."""
+    """(x - mean) / std as the first layer, so that a model takes images in [0, 1] and eps is in pixels."""
 
     scale: Tensor
     shift: Tensor
@@ -34,7 +34,7 @@ class Normalize(nn.Module):
 
 
 class PreActBlock(nn.Module):
-    """Batch norm, ReLU and 3x3 convolution, twice; as a bottleneck three times, with kernels of 1x1, 3x3 and 1x1."""
+    """Batch norm, ReLU and 3x3 convolution, twice; a bottleneck has three, of 1x1, 3x3 and 1x1."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, shortcut: str, bottleneck: bool) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PreActBlock(nn.Module):
             self.conv3 = Conv2d(inside, outputs, 1)
         self.bottleneck, self.shortcut_sees_activation = bottleneck, shortcut == "activated"
         # oneDNN's weight gradient of a strided 1x1 convolution of few channels overruns its buffers (fewer than 8 in
-        # PyTorch 2.13 with AVX2), so there the input is sliced instead. Elsewhere the strided convolution is quicker.
+        # PyTorch 2.13 with AVX2), so there the input is sliced instead. Elsewhere the strided convolution is faster.
         self.sliced = stride if inputs < 16 else 1
         changes_shape = stride != 1 or inputs != outputs
         self.shortcut = Conv2d(inputs, outputs, 1, stride // self.sliced) if changes_shape else None
@@ -65,9 +65,9 @@ class PreActBlock(nn.Module):
 
 
 class PreActResNet(nn.Module):
-    """Stages of blocks; each stage but the first halves the image and doubles the channels. `layers` is the number of
-    blocks in each stage, `stem` the channels before the first one (`width` by default). With a narrow stem and three
-    stages it is a WideResNet (Zagoruyko and Komodakis, 2016)."""
+    """Stages of blocks; each stage but the first halves the image and doubles the channels. `layers` are the blocks per
+    stage, `stem` the channels before the first (`width` by default). Three stages and a narrow stem make a WideResNet
+    (Zagoruyko and Komodakis, 2016)."""
 
     def __init__(
         self,

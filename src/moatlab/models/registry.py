@@ -23,16 +23,15 @@ BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     "wide_resnet34_10": partial(PreActResNet, (5, 5, 5), stem=16, width=160),
 }
 ARGUMENTS = ("width", "shortcut", "final_norm", "mean", "std")  # of a built-in model; a ResNet has no variants
-LARGEST = 2000  # width, and classes: a file may claim any number, and more would not fit into memory
+LARGEST = 2000  # width and classes: a file may name any number, and more would not fit into memory
 
 
 def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Module:
-    """A new model. `arguments` are for a built-in one; a user's factory gets the number of classes only."""
+    """A new model. `arguments` are for built-in ones; a user's factory gets only the number of classes."""
     if name not in BUILT_IN:
         if ":" in name:
             return build_by_factory(name, classes)
-        known = ", ".join(BUILT_IN)
-        raise UserError(f"there is no model '{name}'; give {known}, or your own as package.module:factory")
+        raise UserError(f"there is no model '{name}'; use {', '.join(BUILT_IN)}, or package.module:factory")
     if unknown := arguments.keys() - set(ARGUMENTS):
         raise UserError(f"{name} can't be built with {min(unknown)}; its arguments are {', '.join(ARGUMENTS)}")
     sizes = {"classes": classes, "width": arguments.get("width", 64)}
@@ -40,20 +39,20 @@ def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Mod
         raise UserError(f"{name} can't be built with {sizes}")
     try:
         return BUILT_IN[name](classes=classes, **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:  # arguments from a file that somebody wrote
+    except (TypeError, ValueError, RuntimeError) as error:  # arguments from anybody's file
         raise UserError(f"{name} can't be built with {arguments} ({first_line(error)})") from None
 
 
 def load(run: str | Path, *, trust_model_code: bool = False) -> nn.Module:
-    """The trained model of a run folder or a `.safetensors` file that a run wrote, on the CPU, in eval mode. A file
-    that names a factory (`package.module:factory`) is refused unless you trust it: loading it imports that module."""
+    """The trained model of a run folder or of a run's `.safetensors` file, on the CPU, in eval mode. A file that names
+    a factory (`package.module:factory`) needs `trust_model_code`: loading it imports that module."""
     tensors, description = read_weights(run)
     name, classes, arguments = (description.get(key) for key in ("model", "classes", "arguments"))
     if not (isinstance(name, str) and isinstance(classes, int) and isinstance(arguments, dict)):
-        raise UserError(f"{run} does not say which model it holds; moatlab.load reads files that moatlab wrote")
+        raise UserError(f"{run} does not name its model; moatlab.load reads files that moatlab wrote")
     if name not in BUILT_IN and not trust_model_code:
         raise needs_trust(name, run)
-    with torch.random.fork_rng(devices=[]):  # its initial weights are drawn, and replaced
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, then replaced
         model = build_model(name, classes=classes, arguments=arguments)
     set_weights(model, tensors, run)
     return model.eval()

@@ -1,4 +1,4 @@
-"""ResNet-18 (He et al., 2016, "Deep residual learning"), without the early pooling, as is usual for small images."""
+"""ResNet-18 (He et al., 2016, "Deep residual learning"), without the early pooling, as usual for small images."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Files of trained weights: tensors and nothing else. A file that holds code, or was damaged, is refused."""
+"""Files of trained weights. A file that is damaged, or holds more than tensors, is refused."""
 
 import hashlib
 import json
@@ -20,13 +20,13 @@ from moatlab.runtime.errors import UserError, first_line
 from moatlab.runtime.files import SCHEMA, UNREADABLE_ARRAYS, RunFile, atomic, check_pickle, read_json
 
 _METADATA_KEY = "moatlab"
-# what torch.load was seen to raise on damaged files
+# Raised by torch.load on damaged files.
 UNREADABLE = (*UNREADABLE_ARRAYS, ArithmeticError, AssertionError, AttributeError, IndexError, struct.error)
 PICKLED = (".pt", ".pth", ".ckpt", ".bin", ".tar")
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a `.safetensors` or `.pt` file or of a run folder, and the file's description of its model."""
+    """The tensors of a `.safetensors` or `.pt` file or of a run folder, and the description of the model."""
     path = Path(path)
     path = path / RunFile.MODEL if path.is_dir() else path
     if not path.is_file():
@@ -41,11 +41,11 @@ def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
     except (SafetensorError, OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is not a readable .safetensors file ({first_line(error)})") from None
     if not isinstance(description, dict):
-        raise UserError(f"{path} does not describe its model as moatlab does")
+        raise UserError(f"{path} has an unreadable description of its model")
     if description.get("schema", SCHEMA) != SCHEMA:
         raise UserError(f"{path} has schema {description['schema']}; this version of moatlab reads {SCHEMA}")
     if _METADATA_KEY in metadata and description.get("sha256") != fingerprint(tensors, description):
-        raise UserError(f"{path} is damaged, or was changed after it was written: its checksum does not fit")
+        raise UserError(f"{path} is damaged or was changed after it was written: its checksum does not match")
     _check_origin(path, description.get("sha256"))
     return tensors, description
 
@@ -55,20 +55,20 @@ def _check_origin(path: Path, digest: str | None) -> None:
     try:
         record = read_json(path.parent / RunFile.RECORD)
     except UserError:
-        return  # not in a run's folder, or nothing to compare with
+        return  # not in a run folder
     finished = path.name == RunFile.MODEL and record.get("status") == "finished"
     if finished and record.get("model") not in (None, digest):
-        raise UserError(f"{path} is not the model that this run wrote; it was replaced by another")
+        raise UserError(f"{path} is not the model of this run; it was replaced")
 
 
 def fingerprint(tensors: dict[str, torch.Tensor], description: dict[str, Any]) -> str:
-    """Identifies the exact content of a model's file: one bit of a weight, or of the radius it is for, changes it."""
+    """A hash of all weights and of the description of a model."""
     described = {name: value for name, value in description.items() if name != "sha256"}
     return hash_of(json.dumps(described, sort_keys=True), sorted(tensors.items()))
 
 
 def hash_of(text: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """SHA-256 of a text, and of the names, types, shapes and bytes of tensors."""
+    """SHA-256 of a text and of the names, types, shapes and bytes of tensors."""
     digest = hashlib.sha256(text.encode())
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -77,32 +77,32 @@ def hash_of(text: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
-    """A state dict saved by `torch.save`, alone or under the key that public code gives it."""
+    """A state dict from `torch.save`, alone or under one of the usual keys."""
     try:
         check_archive(BytesIO(path.read_bytes()))
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        trouble = "holds more than tensors, or is damaged; it was refused unread, because unpickling it could run code"
-        raise UserError(f"{path} {trouble} (save model.state_dict() instead)") from None
+        trouble = "is damaged, or holds more than tensors and could run code"
+        raise UserError(f"{path} {trouble}; save model.state_dict() instead") from None
     except UNREADABLE as error:
-        raise UserError(f"{path} can't be read; it is truncated or not a PyTorch file ({first_line(error)})") from None
+        raise UserError(f"{path} can't be read: it is truncated or not a PyTorch file ({first_line(error)})") from None
     for name in ("state_dict", "model_state_dict", "model", "net"):
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise UserError(f"{path} is not a state dict: it holds something besides named tensors")
+        raise UserError(f"{path} is not a state dict: it holds more than named tensors")
     return {str(name): tensor for name, tensor in content.items()}
 
 
 def check_archive(file: BytesIO) -> None:
-    """Checks what torch.load does not check before it trusts a file: checksums, and parts or pickles that would exhaust
-    the memory. Raises a ValueError or an OverflowError."""
+    """Check what torch.load does not: checksums, and parts or pickles that would exhaust the memory. Raises a
+    ValueError or an OverflowError."""
     if not zipfile.is_zipfile(file):
         file.seek(0)
         if file.read(4) == b"PK\3\4":
             raise ValueError("a broken zip archive")
         file.seek(0)
-        with suppress(ValueError):  # PyTorch's old format: one pickle after another, then raw numbers
+        with suppress(ValueError):  # PyTorch's old format: pickles, then raw numbers
             while True:
                 check_pickle(file)
         return
@@ -110,32 +110,32 @@ def check_archive(file: BytesIO) -> None:
         if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
             raise ValueError("its parts are compressed, which torch.save never does")
         if damaged := archive.testzip():
-            raise ValueError(f"the checksum of its part {damaged} does not fit")
+            raise ValueError(f"the checksum of its part {damaged} does not match")
         for name in archive.namelist():
             if name.endswith("data.pkl"):
                 check_pickle(BytesIO(archive.read(name)))
 
 
 def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str | Path) -> None:
-    """Raises a UserError that names the first mismatch, unless every name and every shape fits."""
+    """Load weights into a model; a UserError names the first mismatch of names or shapes."""
     own = model.state_dict()
-    if not own.keys() & tensors.keys():  # DataParallel puts this before every name
+    if not own.keys() & tensors.keys():  # the prefix of DataParallel
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     reasons = []
     for name, tensor in own.items():
         if name not in tensors:
             reasons.append(f"it lacks '{name}'")
         elif tensors[name].shape != tensor.shape:
-            reasons.append(f"'{name}' is {tuple(tensors[name].shape)} there and {tuple(tensor.shape)} in the model")
-    reasons += [f"it has '{name}', which the model has not" for name in tensors if name not in own]
+            reasons.append(f"'{name}' is {tuple(tensors[name].shape)} there, but {tuple(tensor.shape)} in the model")
+    reasons += [f"it has '{name}', which the model lacks" for name in tensors if name not in own]
     if reasons:
         raise UserError(f"the weights in {source} don't fit the model: {reasons[0]}")
     model.load_state_dict(tensors)
 
 
 def write_weights(path: Path, model: nn.Module, description: dict[str, Any]) -> str:
-    """Writes weights and what is needed to rebuild the model; returns the checksum that is in the file. There is one
-    metadata key, because the file format shuffles several."""
+    """Write the weights and the description that rebuilds the model; returns the checksum in the file. There is one
+    metadata key, because the format does not keep the order of several."""
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     description = {"schema": SCHEMA, **description}
     digest = fingerprint(tensors, description)

@@ -14,11 +14,11 @@ def build_by_factory(name: str, classes: int) -> nn.Module:
     """Calls `factory(num_classes=…)` if it has that parameter, `factory(…)` if it needs one, otherwise `factory()`."""
     where = f"--model {name}"
     module_name, _, factory_name = name.partition(":")
-    if module_name.partition(".")[0] in sys.stdlib_module_names:  # the name may come from a stranger's file
-        raise UserError(f"{where}: {module_name} is a part of Python, not a module that makes models")
+    if module_name.partition(".")[0] in sys.stdlib_module_names:  # the name may come from anybody's file
+        raise UserError(f"{where}: {module_name} is part of Python, not a module of models")
     if module_name.endswith(".py") or "/" in module_name:
-        wanted = f"{Path(module_name).stem}:{factory_name}"
-        raise UserError(f"{where}: name the module, not its file: {wanted}, with its folder on PYTHONPATH")
+        instead = f"{Path(module_name).stem}:{factory_name}"
+        raise UserError(f"{where}: name the module, not its file: {instead}, with its folder on PYTHONPATH")
     with users_code(f"{where}: the module can't be imported from the current folder or PYTHONPATH"):
         module = importlib.import_module(module_name)
     factory = getattr(module, factory_name, None)
@@ -26,13 +26,13 @@ def build_by_factory(name: str, classes: int) -> nn.Module:
         there = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
         raise UserError(f"{where}: {module_name} has no '{factory_name}'; it has {', '.join(there) or 'nothing'}")
     if isinstance(factory, nn.Module) or not callable(factory):
-        raise UserError(f"{where}: this is a {type(factory).__name__}, not a function or class that makes a model")
+        raise UserError(f"{where}: this is a {type(factory).__name__}, not a function or class that returns a model")
     parameters = inspect.signature(factory).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     by_name = any(p.name == "num_classes" for p in parameters)
     others = [p for p in required if p.name != "num_classes"]
     if len(others) > (0 if by_name else 1) or any(p.kind is p.KEYWORD_ONLY for p in others):
-        raise UserError(f"{where}: a factory may ask for the number of classes and nothing else")
+        raise UserError(f"{where}: a factory may take the number of classes and nothing else")
     with users_code(f"{where}: the factory failed"):
         model = factory(num_classes=classes) if by_name else factory(*[classes][: len(required)])
     if not isinstance(model, nn.Module):

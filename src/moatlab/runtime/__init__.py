@@ -1,1 +1,1 @@
-"""What every other room uses: errors, files, randomness, console, signals, device, distributed."""
+"""Used by every other room: errors, files, randomness, console, signals, device, distributed."""

@@ -1,7 +1,7 @@
-"""What a person sees while something runs: notes, warnings and one progress bar, all on stderr.
+"""Console output on stderr: notes, warnings and a progress bar.
 
-On a terminal the bar is drawn by rich; elsewhere (a log file, CI) it becomes a plain line now and then. A library is a
-guest: called from Python it prints only if it is asked to, or where stderr is a terminal or a notebook.
+On a terminal the bar is drawn by rich; in a log file it is a plain line every 15 s. Called from Python, moatlab prints
+only if `verbose=True`, or if stderr is a terminal or a notebook.
 """
 
 import math
@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -25,7 +24,7 @@ _asked: ContextVar[bool | None] = ContextVar("verbose", default=None)
 
 @contextmanager
 def verbosity(verbose: bool | None) -> Iterator[None]:
-    """Print inside, or not. None: as the caller's caller said; if nobody did, where a person watches."""
+    """Print inside, or not. None: as in the enclosing block; outside of any, on a terminal or in a notebook."""
     token = _asked.set(_asked.get() if verbose is None else verbose)
     try:
         yield
@@ -39,8 +38,8 @@ def is_heard() -> bool:
 
 
 def note(message: str, style: str | None = None) -> None:
-    with suppress(OSError):  # stderr may be a file on a full disk, or a terminal that is gone: no reason to stop
-        if is_heard():  # a terminal gets lines that end between words; a file gets them whole
+    with suppress(OSError):  # a full disk or a closed terminal is no reason to stop
+        if is_heard():  # lines are wrapped on a terminal only
             console.print(message, style=style, markup=False, soft_wrap=not console.is_terminal)
 
 
@@ -49,7 +48,7 @@ def warn(message: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """A length of time for a person: `42 s`, `7 min`, `3.2 h`, `5.1 days`."""
+    """`42 s`, `7 min`, `3.2 h`, `5.1 days`"""
     seconds = max(seconds, 0.0)
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -59,14 +58,14 @@ def duration(seconds: float) -> str:
 
 
 class Bar:
-    """Progress over `total` units of work, and the time left: `with Bar("get cifar10", total) as bar: bar.update(5)`.
+    """Progress over `total` units of work, with an ETA: `with Bar("get cifar10", total) as bar: bar.update(5)`.
 
-    Time goes by work, not by steps: an epoch of mixup and one of eight attack steps differ ninefold.
+    Units are work, not steps: an epoch of PGD-8 takes nine times as long as one of mixup.
     """
 
     def __init__(self, title: str, total: float, done: float = 0.0) -> None:
         self.title, self.total = title, total
-        self._marks = [(time.perf_counter(), done)]  # what the pace is measured from
+        self._marks = [(time.perf_counter(), done)]  # the speed is measured from the last one
         self._next_line = 0.0
         self._progress: Progress | None = None
 
@@ -79,14 +78,12 @@ class Bar:
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._progress:
             self._progress.stop()
 
     def update(self, done: float, text: str = "", *, title: str | None = None, total: float | None = None) -> None:
-        """Cheap enough for every step: the terminal is drawn four times a second, a plain line every 15 s."""
+        """Cheap enough for every step: a terminal is redrawn four times a second."""
         self.title, self.total = title or self.title, total or self.total
         text = f"{text}  ETA {self.eta(done)}" if text else f"ETA {self.eta(done)}"
         if self._progress:
@@ -96,7 +93,7 @@ class Bar:
             note(f"{self.title}  {100 * done / self.total:.0f}%  {text}")
 
     def eta(self, done: float) -> str:
-        """How long the rest takes at the pace so far, the first step (which warms up) left out once there are more."""
+        """The time left at the speed so far, without the first step (warm-up) as soon as there are more."""
         now = time.perf_counter()
         begun, done_then = self._marks[-1]
         if len(self._marks) == 1:

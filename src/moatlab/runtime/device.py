@@ -1,9 +1,9 @@
-"""What computes, and how: the device, its threads, plain float32 or fewer bits, deterministic kernels."""
+"""The device, its threads, precision and deterministic kernels."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,26 +12,27 @@ from moatlab.runtime import distributed
 from moatlab.runtime.environment import is_device
 from moatlab.runtime.errors import UserError
 
+Switches: TypeAlias = list[tuple[Any, str, Any]]  # object, attribute, value
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# GradScaler starts at 65536, which is 512 for an example in a batch of 128, and goes down where that overflows. An
-# attack can't try again, so it takes half of that.
+# GradScaler starts at 65536, or 512 per example of a batch of 128, and backs off on overflow. An attack can't retry, so
+# it uses half of that.
 ATTACK_SCALE = 256.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is computed with, beside its recipe; `threads` None: OMP_NUM_THREADS, or all cores."""
+    """Where a run is computed; `threads` None: OMP_NUM_THREADS, or all cores."""
 
     device: str = "auto"
     threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.threads is not None and not 1 <= self.threads <= 1024:
-            raise UserError(f"--threads {self.threads}: should be from 1 to 1024")
+            raise UserError(f"--threads {self.threads}: must be from 1 to 1024")
 
     @contextmanager
     def in_use(self) -> Iterator[torch.device]:
-        """The device; threads, current GPU and global random numbers are afterwards as they were."""
+        """The device; threads, current GPU and global random state are restored afterwards."""
         device = choose_device(self.device)
         with left_as_found(device, self.threads or distributed.threads()):
             yield device
@@ -39,19 +40,17 @@ class Machine:
 
 def choose_device(name: str) -> torch.device:
     if not is_device(name):
-        raise UserError(f"--device {name}: should be auto, cpu, cuda, cuda:1 or mps")
+        raise UserError(f"--device {name}: must be auto, cpu, cuda, cuda:1 or mps")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and distributed.launched() > 1:
         if name != "cuda":
-            raise UserError(f"--device {name}: several processes take a GPU each; use --device cuda")
+            raise UserError(f"--device {name}: each process uses its own GPU; use --device cuda")
         name = f"cuda:{distributed.number_on_this_machine()}"
     device = torch.device(name)
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= counts[device.type]:
-        raise UserError(
-            f"--device {name}: this machine, or this build of PyTorch, has no such device; use --device cpu"
-        )
+        raise UserError(f"--device {name}: this machine or build of PyTorch has no such device; use --device cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -59,19 +58,19 @@ def choose_device(name: str) -> torch.device:
 
 def choose_precision(name: str, device: torch.device) -> str:
     if name == "fp16" and device.type == "mps":
-        raise UserError("--precision fp16 needs gradients to be scaled, which --device mps can't do; use bf16 or fp32")
+        raise UserError("--precision fp16 needs gradient scaling, which mps does not support; use bf16 or fp32")
     if name != "auto":
         return name
-    # Not torch.cuda.is_bf16_supported(), which says yes to GPUs that only imitate it.
+    # torch.cuda.is_bf16_supported() also returns True for GPUs that emulate it.
     return "bf16" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
 
 
 class Autocast(nn.Module):
-    """A model that computes in bfloat16 or float16 and answers in the precision of its images.
+    """A model that computes in bfloat16 or float16 and returns logits in the type of its images.
 
-    float16 loses numbers below 6e-8 to zero, and an attack lives on the sign of small gradients: where the input alone
-    is differentiated, gradients are made larger while they are inside the model. Those of weights are scaled by
-    PyTorch's GradScaler (Micikevicius et al., 2018, "Mixed precision training").
+    float16 rounds numbers below 6e-8 to zero, and attacks need the sign of small gradients: where only the input is
+    differentiated, gradients are scaled up inside the model. Weight gradients are scaled by PyTorch's GradScaler
+    (Micikevicius et al., 2018, "Mixed precision training").
     """
 
     def __init__(self, model: nn.Module, precision: str) -> None:
@@ -84,9 +83,9 @@ class Autocast(nn.Module):
         scaled = scaled and not any(parameter.requires_grad for parameter in self.model.parameters())
         inside = _ScaleGradient.apply(x, 1 / ATTACK_SCALE) if scaled else x  # type: ignore[no-untyped-call]
         with torch.autocast(x.device.type, self.dtype):
-            answer = self.model(inside)
-        answer = answer.to(x.dtype)
-        return _ScaleGradient.apply(answer, ATTACK_SCALE) if scaled else answer  # type: ignore[no-any-return, no-untyped-call]
+            logits = self.model(inside)
+        logits = logits.to(x.dtype)
+        return _ScaleGradient.apply(logits, ATTACK_SCALE) if scaled else logits  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -102,25 +101,27 @@ class _ScaleGradient(torch.autograd.Function):
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Plain float32 inside: no autocast, and none of the shortened multiplications (TF32, bfloat16) on offer."""
-    switches = precision_switches()
-    before = [getattr(place, name) for place, name, _ in switches]
+    """Plain float32 inside: no autocast, TF32 or bfloat16 multiplications."""
+    with _switched(_precision_switches()), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+@contextmanager
+def _switched(switches: Switches) -> Iterator[None]:
+    """Set attributes, and restore them in the same order."""
+    before = [(place, name, getattr(place, name)) for place, name, _ in switches]
     for place, name, value in switches:
         setattr(place, name, value)
     try:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            yield
+        yield
     finally:
-        for (place, name, _), value in zip(switches, before, strict=True):
+        for place, name, value in before:
             setattr(place, name, value)
 
 
-def precision_switches() -> list[tuple[Any, str, Any]]:
-    """What to set, where and in this order, for plain float32; and back in the same order.
-
-    From PyTorch 2.9 on there is a new way, and whoever asks in the old one where the two differ meets an error:
-    `torch.backends.cudnn.flags`, say, inside a user's model. So the old one is set first, where it can be read.
-    """
+def _precision_switches() -> Switches:
+    """PyTorch 2.9 has new settings. Reading an old one (as `torch.backends.cudnn.flags` does) is an error where the two
+    differ, so the old one is set first, if it can be read."""
     backends: Any = torch.backends
     old = [(backends.cudnn, "allow_tf32", False)]
     if not hasattr(backends.cuda.matmul, "fp32_precision"):
@@ -136,8 +137,8 @@ def precision_switches() -> list[tuple[Any, str, Any]]:
 
 @contextmanager
 def left_as_found(device: torch.device, threads: int | None = None) -> Iterator[None]:
-    """`threads` threads inside, and `device`, if it is a GPU, the current one; afterwards both, and PyTorch's global
-    random numbers, are as they were, those of all GPUs (which `torch.manual_seed` sets) included."""
+    """Use `threads` threads and, if `device` is a GPU, make it the current one. Afterwards both are restored, and the
+    global random state of the CPU and of all GPUs (which `torch.manual_seed` sets)."""
     before = torch.get_num_threads()
     in_use = device.type == "cuda" or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     torch.set_num_threads(threads or before)
@@ -151,23 +152,16 @@ def left_as_found(device: torch.device, threads: int | None = None) -> Iterator[
 
 @contextmanager
 def same_bits(*, strict: bool) -> Iterator[None]:
-    """PyTorch's deterministic kernels inside. `strict`: an operation that has none is an error, not a warning.
+    """PyTorch's deterministic kernels inside. `strict`: an operation without one is an error, not a warning.
 
-    They are what the CPU uses anyway, but for a few operations that a user's own model may have.
+    On a CPU this only affects a few operations that a user's own model may have.
     """
-    settings: Any = torch.utils.deterministic
-    mode, filling, search = (
-        torch.get_deterministic_debug_mode(),
-        settings.fill_uninitialized_memory,
-        torch.backends.cudnn.benchmark,
-    )
-    # Not use_deterministic_algorithms, which does this and imports the compiler.
+    filling = (torch.utils.deterministic, "fill_uninitialized_memory", False)  # ours is written before it is read
+    before = torch.get_deterministic_debug_mode()
+    # use_deterministic_algorithms would also import the compiler.
     torch.set_deterministic_debug_mode("error" if strict else "warn")
-    settings.fill_uninitialized_memory = False  # all of ours is written before it is read
-    torch.backends.cudnn.benchmark = False
     try:
-        yield
+        with _switched([filling, (torch.backends.cudnn, "benchmark", False)]):
+            yield
     finally:
-        torch.set_deterministic_debug_mode(mode)
-        settings.fill_uninitialized_memory = filling
-        torch.backends.cudnn.benchmark = search
+        torch.set_deterministic_debug_mode(before)

@@ -1,4 +1,4 @@
-"""What a result was made with: the versions and the hardware that decide its last bits."""
+"""The versions and the hardware that decide the last bits of a result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def describe_environment(device: torch.device | None = None) -> dict[str, str | int]:
-    """`device`: which GPU is meant, if it is one; the current one otherwise."""
+    """`device`: the GPU to name; by default the current one."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -26,7 +26,7 @@ def describe_environment(device: torch.device | None = None) -> dict[str, str | 
         "torch": torch.__version__,
         "numpy": version("numpy"),
         "platform": platform.platform(),
-        "cpu": f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})",  # which kernels it chose
+        "cpu": f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})",  # the kernels in use
         "cpus": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda or "none" if cuda else "none",
@@ -35,12 +35,12 @@ def describe_environment(device: torch.device | None = None) -> dict[str, str | 
 
 
 def is_device(name: str) -> bool:
-    """Whether a text names a device; choose_device says whether this machine has it."""
+    """Whether a text names a device; `choose_device` checks that this machine has it."""
     return re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", name) is not None
 
 
 def commit() -> str | None:
-    """Which commit this is, where it runs from a clone."""
+    """The commit of moatlab, if it runs from a clone."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
@@ -52,10 +52,10 @@ def commit() -> str | None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep the memory that tensors free, for the next ones.
+    """Make glibc keep freed memory for the next tensors. Without glibc this does nothing.
 
-    By default it returns every block over 32 MB to the system, and gets it back page by page, zeroed: at the paper's
-    size a tenth to a fifth of each step on the CPU. Elsewhere than on glibc this does nothing.
+    By default it returns every block over 32 MB to the system and gets it back page by page, zeroed: at the paper's
+    size a tenth to a fifth of each step on the CPU.
     """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -68,10 +68,7 @@ def keep_freed_memory() -> None:
 
 def _cpu_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        found = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         return platform.processor() or platform.machine()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    return found[1].strip() if found else platform.machine()

@@ -1,4 +1,4 @@
-"""The two ways a command ends badly, and the one way it ends early. Each carries one sentence for a person."""
+"""The exceptions that end a command. Each carries one sentence."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -10,19 +10,19 @@ class UserError(Exception):
 
 
 class Damaged(UserError):
-    """A file is missing, or is not what was written."""
+    """A file is missing, damaged or was changed."""
 
 
 class RunFailed(Exception):
-    """A run that was started could not continue (NaN, disk): exit code 1, the last checkpoint is kept."""
+    """A run could not continue (NaN, disk): exit code 1, the last checkpoint is kept."""
 
 
 class NotWritten(RunFailed):
-    """A file could not be written: the disk is full, or read-only. What was there before is still there."""
+    """A file could not be written, as on a full or read-only disk. Its earlier version is kept."""
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop: exit code 128 + signal, a checkpoint was written."""
+    """A signal stopped the run: exit code 128 + signal, a checkpoint was written."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
@@ -30,22 +30,20 @@ class Interrupted(Exception):
 
 
 def needs_trust(model: str, origin: object, instead: str = "") -> UserError:
-    """The answer to a file that names code to run: only the user can say that it may."""
-    return UserError(
-        f"{origin} names the model {model}, which means importing and running that code; if you trust it, "
-        f"add --trust-model-code (trust_model_code=True in Python){instead}"
-    )
+    """The error for a file that names code to run, which only the user can allow."""
+    how = f"if you trust it, add --trust-model-code (trust_model_code=True in Python){instead}"
+    return UserError(f"{origin} names the model {model}, which means importing and running that code; {how}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean fgsm?)` for a misspelt name, at the end of a sentence; nothing where none is close."""
+    """` (did you mean fgsm?)` for a misspelt name; empty if no known name is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 @contextmanager
 def users_code(trouble: str, kind: type[Exception] = UserError) -> Iterator[None]:
-    """For a block that runs the user's code, which may raise anything: its error becomes one sentence."""
+    """For a block that runs the user's code: any error of it becomes one sentence."""
     try:
         yield
     except (UserError, RunFailed, Interrupted):
@@ -55,5 +53,5 @@ def users_code(trouble: str, kind: type[Exception] = UserError) -> Iterator[None
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's message, short enough for the middle of a sentence."""
+    """The first line of an exception's message, or its type."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

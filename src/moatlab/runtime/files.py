@@ -1,4 +1,4 @@
-"""Files that are whole or absent, with checksums that show changes; and folders for one process at a time."""
+"""Atomic writes, JSON files with checksums, and locks on folders."""
 
 import errno
 import hashlib
@@ -21,23 +21,14 @@ from moatlab.runtime.errors import Damaged, NotWritten, UserError
 
 SCHEMA = 1
 CHECKSUM = "checksum"
-UNREADABLE_ARRAYS = (
-    OSError,
-    ValueError,
-    TypeError,
-    KeyError,
-    EOFError,
-    RuntimeError,
-    MemoryError,
-    SyntaxError,
-    zipfile.BadZipFile,
-    zlib.error,
-    tokenize.TokenError,
-)  # what numpy was seen to raise on damaged files
+# Raised by numpy on damaged files.
+_BUILT_IN = (OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, MemoryError, SyntaxError)
+UNREADABLE_ARRAYS = (*_BUILT_IN, zipfile.BadZipFile, zlib.error, tokenize.TokenError)
+LARGEST_MEMO, MOST_TUPLES = 10**6, 40_000  # in a pickle; normal ones have a few for each tensor or image
 
 
 class RunFile(StrEnum):
-    """The files of a run folder, by name."""
+    """The names of the files of a run folder."""
 
     RECIPE = "recipe.toml"
     RECORD = "run.json"
@@ -55,15 +46,10 @@ class RunFile(StrEnum):
     REPORT = "report.html"
 
 
-LARGEST_MEMO, MOST_TUPLES = 10**6, 40_000  # in a pickle; honest ones have a few for each tensor, or image
-
-
 @contextmanager
 def atomic(path: Path, *, previous: Path | None = None) -> Iterator[IO[bytes]]:
-    """A file to write to that takes the name `path` only when all of it is on the disk.
-
-    What had that name until then is replaced, or becomes `previous`.
-    """
+    """A file that gets the name `path` only when all of it is on the disk. An older one is replaced, or renamed to
+    `previous`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -73,26 +59,21 @@ def atomic(path: Path, *, previous: Path | None = None) -> Iterator[IO[bytes]]:
         if previous is not None and path.exists():
             path.replace(previous)
         temporary.replace(path)
-        _sync_folder(path.parent)
+        with suppress(OSError):  # not supported by every file system
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)  # a rename is on the disk only when its folder is
+            finally:
+                os.close(handle)
     except OSError as error:
         raise NotWritten(not_written(path, error)) from error
     finally:
-        with suppress(OSError):  # of a folder that is gone, or may not be written to
+        with suppress(OSError):  # the folder may be gone or read-only
             temporary.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    """A rename is on the disk only when its folder is."""
-    with suppress(OSError):  # not every file system can
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def not_written(path: Path, error: OSError) -> str:
-    """The sentence for a file that could not be written; it names the disk, and the room there is on it."""
+    """The error message for a file, with its disk and the free space on it."""
     place = path.absolute()
     while not place.is_mount():
         place = place.parent
@@ -103,13 +84,13 @@ def not_written(path: Path, error: OSError) -> str:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete what a killed process left of `path` under its temporary names."""
+    """Delete temporary files of `path` that a killed process left behind."""
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
         leftover.unlink(missing_ok=True)
 
 
 def append_line(path: Path, fields: dict[str, Any]) -> None:
-    """One more line of JSON, on the disk when this returns. Where there is no room for it, none of it stays."""
+    """Append a line of JSON, all of it or nothing; it is on the disk when this returns."""
     refuse_link(path)
     length = path.stat().st_size if path.exists() else 0
     try:
@@ -128,7 +109,7 @@ def as_line(fields: dict[str, Any]) -> bytes:
 
 
 def restore_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Make a file of lines hold these and no others: cut off what came after, or write all of it again."""
+    """Make a file hold exactly these lines: truncate it after them, or rewrite it."""
     refuse_link(path)
     wanted = b"".join(map(as_line, lines))
     found = path.read_bytes() if path.is_file() else None
@@ -137,32 +118,31 @@ def restore_lines(path: Path, lines: list[dict[str, Any]]) -> None:
             os.truncate(path, len(wanted))
         return
     if lines:
-        warn(f"{path} is damaged or gone; its {len(lines)} lines are written again from the checkpoint")
+        warn(f"{path} is damaged or missing; its {len(lines)} lines are restored from the checkpoint")
     with atomic(path) as file:
         file.write(wanted)
 
 
 def refuse_link(path: Path) -> None:
-    """What is cut or emptied in place must be where it seems to be; a foreign folder may hold links out of it."""
+    """What is truncated in place must not be a link: a folder from somebody else may hold links out of it."""
     if path.is_symlink():
-        raise UserError(f"{path} is a link to somewhere else, which moatlab never makes; remove it")
+        raise UserError(f"{path} is a symbolic link, which moatlab never creates; remove it")
 
 
 def read_whole(path: Path) -> bytes:
-    """A file's content; not of a pipe, which may never end, or a device."""
+    """A file's content; an OSError for a pipe or a device, which may never end."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.read_bytes()
 
 
 def check_pickle(file: IO[bytes]) -> None:
-    """Raise an OverflowError for a pickle that would take all memory, or all of the stack, before it can be refused;
-    a ValueError for what is none."""
+    """Raise an OverflowError for a pickle that would exhaust memory or stack; a ValueError for what is no pickle."""
     tuples = 0
     for opcode, argument, _ in pickletools.genops(file):
         tuples += "TUPLE" in opcode.name
         if tuples > MOST_TUPLES or ("PUT" in opcode.name and argument is not None and int(argument) > LARGEST_MEMO):
-            raise OverflowError("its pickle is built to exhaust this machine")
+            raise OverflowError("its pickle would exhaust the memory")
 
 
 def checksum(fields: dict[str, Any]) -> str:
@@ -170,7 +150,7 @@ def checksum(fields: dict[str, Any]) -> str:
 
 
 def with_checksum(fields: dict[str, Any]) -> dict[str, Any]:
-    """The content of a JSON file: its schema, the fields, and a checksum of both."""
+    """The content of a JSON file: schema, fields, and a checksum of both."""
     fields = {"schema": SCHEMA, **fields}
     return {**fields, CHECKSUM: checksum(fields)}
 
@@ -181,22 +161,22 @@ def write_json(path: Path, fields: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The fields of a file of moatlab, or a UserError for one that is damaged, was changed, or has a newer schema."""
+    """The fields of a file; a UserError if it is damaged, was changed, or has another schema."""
     fields, unchanged = read_json_and_check(path)
     if not unchanged:
-        raise Damaged(f"{path} is damaged, or was changed after it was written: its checksum does not fit")
+        raise Damaged(f"{path} is damaged or was changed after it was written: its checksum does not match")
     return fields
 
 
 def read_json_and_check(path: Path) -> tuple[dict[str, Any], bool]:
-    """The fields, and whether they are what was written."""
+    """The fields, and whether the checksum matches."""
     try:
         fields = json.loads(read_whole(path))
         expected = fields.pop(CHECKSUM, None)
         found = checksum(fields)
         schema = fields.pop("schema")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Damaged(f"{path} can't be read: it is missing, damaged, or not a file of moatlab") from None
+        raise Damaged(f"{path} can't be read: it is missing, damaged or not from moatlab") from None
     if schema != SCHEMA:
         raise UserError(f"{path} has schema {schema}; this version of moatlab reads {SCHEMA}")
     return dict(fields), found == expected
@@ -211,12 +191,11 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """This process alone works in `folder`, which is made if need be: a second one is refused. However a process ends,
-    its lock ends with it."""
+    """Create `folder` if needed and lock it: a second process is refused. The lock ends with its process."""
     refuse_link(folder)
     make_folder(folder)
     if sys.platform == "win32":
-        yield  # without
+        yield  # no lock
         return
     import fcntl
 
@@ -226,16 +205,16 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another process is at work in {folder}; wait for it, or name another folder") from None
+            raise UserError(f"another process uses {folder}; wait for it, or choose another folder") from None
         except OSError as error:
-            warn(f"{folder} can't be locked ({error.strerror}); let no second process work in it")
+            warn(f"{folder} can't be locked ({error.strerror}); do not use it from a second process")
         yield
     finally:
         HELD.discard(handle)
         os.close(handle)
 
 
-HELD: set[int] = set()  # handles of locks: a child that is forked off (to decode images) must not keep them
+HELD: set[int] = set()  # handles of locks, which a forked child (to decode images) must not keep
 
 
 def _let_go() -> None:

@@ -1,4 +1,4 @@
-"""Public names that are imported when they are first used, so that importing a package costs nothing."""
+"""Public names imported on first use, so that importing a package is quick."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def lazily(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__`. `homes` maps each module below the package to the names that it provides."""
+    """A package's `__getattr__`. `homes` maps modules of the package to the names they provide."""
     home = {name: module for module, names in homes.items() for name in names.split()}
 
     def get(name: str) -> Any:

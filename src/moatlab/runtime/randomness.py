@@ -1,7 +1,4 @@
-"""Every random draw is a pure function of (seed, purpose, counters): nothing to save, nothing to restore.
-
-A checkpoint therefore holds no generator state, and a run resumes bit for bit at any step.
-"""
+"""Every random draw is a pure function of (seed, purpose, counters), so a run resumes bit for bit at any step."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ def key(seed: int, purpose: str, *counters: int) -> int:
 
 
 def generator(seed: int, purpose: str, *counters: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh generator on `device` for this purpose and these counters.
-
-    (PyTorch's CPU generator uses the low 32 bits of its seed; a hash spreads over those just as well.)
-    """
+    """A new generator. (PyTorch's CPU generator uses only the low 32 bits of its seed, which a hash fills as well.)"""
     import torch
 
     return torch.Generator(device=device).manual_seed(key(seed, purpose, *counters))

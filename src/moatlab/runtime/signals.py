@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM (clusters send it) and SIGHUP (a terminal closes) as a request that waits for a good moment."""
+"""Ctrl-C, SIGTERM (from clusters) and SIGHUP (a closed terminal) as a request to stop between two steps."""
 
 import signal
 import threading
@@ -15,7 +15,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "
 
 @dataclass
 class Caught:
-    """The signal that asked this process to stop, if one did."""
+    """The signal that this process received, if any."""
 
     number: int | None = None
 
@@ -26,8 +26,8 @@ class Caught:
 
 @contextmanager
 def signals_caught() -> Iterator[Caught]:
-    """Signals are noted, for the caller to act on between two steps; a second one does not wait (but torchrun passes
-    on what the terminal has sent already). SIGHUP stays ignored where nohup has said so."""
+    """Record signals for the caller to act on. A second one raises KeyboardInterrupt, but not under torchrun, which
+    forwards what the terminal has sent already. SIGHUP stays ignored under nohup."""
     caught = Caught()
 
     def handle(number: int, _frame: FrameType | None) -> None:
