@@ -1,11 +1,16 @@
-"""What two processes do in the tests: `torchrun ... -m together FOLDER DATA`. One process does it by itself."""
+"""What two processes do in the tests: `torchrun ... -m together FOLDER DATA`, which one process does by itself, too; or
+`torchrun ... -m together refusals CASES`, where each command line must be refused by both."""
 
+import json
+import os
 import sys
 from pathlib import Path
 
+from moatlab.cli.main import cli
 from moatlab.evaluation.card import evaluate_target
 from moatlab.evaluation.target import load_target
 from moatlab.runtime import distributed
+from moatlab.runtime.errors import UserError
 from moatlab.training.api import train_recipe as train
 from moatlab.training.recipe import make_recipe
 
@@ -26,5 +31,23 @@ def everything(folder, data):
         evaluate_target(target, attacks=["clean", "pgd50", "apgd-ce"], save_adversarial=True)
 
 
+def refusals(cases):
+    """Each command line in this process; prints rank, number of the case, and the sentence. The second process is in
+    another folder."""
+    if distributed.number() == 1:
+        os.chdir("other")
+    for number, arguments in enumerate(json.loads(cases.read_text())):
+        try:
+            cli.main(arguments, standalone_mode=False)
+            sentence = "not refused"
+        except UserError as error:
+            sentence = str(error)
+        line = json.dumps([distributed.number(), number, sentence]) + "\n"
+        os.write(1, line.encode())  # whole, beside those of the other process
+
+
 if __name__ == "__main__":
-    everything(Path(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[1] == "refusals":
+        refusals(Path(sys.argv[2]))
+    else:
+        everything(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -140,51 +140,46 @@ def test_a_signal_to_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path, data):
     assert RunFolder(tmp_path / "run").read_record().status == "interrupted"
 
 
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        (["--batch-size", "15"], "--batch-size 15 can't be shared equally by 2 processes; choose a multiple of 2"),
-        (["--recipe", "recipe.toml"], "the processes were given different recipes"),
-        (["--model", "idle:Net"], "its answer does not depend on head.weight"),
-    ],
-)
-def test_what_two_processes_cannot_do_is_refused_in_one_sentence(tmp_path, data, changed, says):
-    # A recipe file that each process finds to say something else, as on machines that hold different copies.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, pathlib\n"
-        "if os.environ.get('RANK') == '1': os.chdir('other')\n"
-    )  # fmt: skip
-    (tmp_path / "other").mkdir()
-    for folder in (tmp_path, tmp_path / "other"):
-        (folder / "idle.py").write_text(
-            "from torch import nn\n"
-            "class Net(nn.Sequential):\n"
-            "    def __init__(self, num_classes):\n"
-            "        super().__init__(nn.Flatten(), nn.Linear(192, num_classes))\n"
-            "        self.head = nn.Linear(2, 2)\n"
-            "    def forward(self, x): return self[1](self[0](x))\n"
-        )
-    (tmp_path / "recipe.toml").write_text("lr = 0.1\n")
-    (tmp_path / "other" / "recipe.toml").write_text("lr = 0.2\n")
-    code, out, err = ended(torchrun(tmp_path, *options(data), *changed))
+REFUSED = [
+    (["--recipe", "recipe.toml"], "the processes were given different recipes"),
+    (["--model", "idle:Net"], "its output does not depend on head.weight"),
+    (["--data", "data"], "the processes were given different data"),
+    (["env"], "torchrun is for moat train and moat eval; start moat env by itself"),
+]
+IDLE = """
+from torch import nn
+class Net(nn.Sequential):
+    def __init__(self, num_classes):
+        super().__init__(nn.Flatten(), nn.Linear(192, num_classes))
+        self.head = nn.Linear(2, 2)
+    def forward(self, x): return self[1](self[0](x))
+"""
+
+
+def test_what_two_processes_cannot_do_is_refused_in_one_sentence(tmp_path, data):
+    code, out, err = ended(torchrun(tmp_path, *options(data), "--batch-size", "15"))
     assert (code, out) == (1, "")  # torchrun's own; that of each process is 2
     (sentence,) = said(err)
-    assert says in sentence
+    assert "--batch-size 15 can't be split over 2 processes; use a multiple of 2" in sentence
     assert "exitcode  : 2" in err
     assert not (tmp_path / "run").exists()
 
 
-def test_processes_with_different_data_are_refused(tmp_path, data):
-    (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1': os.chdir('other')\n")
+def test_both_processes_refuse_what_differs_between_them(tmp_path, data):
+    """In one start of two processes, each in a folder of its own, as on machines that hold different copies."""
     shutil.copytree(data, tmp_path / "other" / "data")
     image = tmp_path / "other" / "data" / "train" / "dark" / "0.png"
     image.write_bytes((image.parent / "1.png").read_bytes())
-    _, _, err = ended(torchrun(tmp_path, *options("data")))
-    (sentence,) = said(err)
-    assert "the processes were given different data" in sentence
-    assert not (tmp_path / "run").exists()
-
-
-def test_other_commands_are_not_for_torchrun(tmp_path):
-    _, _, err = ended(torchrun(tmp_path, "moatlab", "env"))
-    assert said(err) == ["moat: torchrun is for moat train and moat eval; start moat env by itself"]
+    for folder, rate in ((tmp_path, 0.1), (tmp_path / "other", 0.2)):
+        (folder / "idle.py").write_text(IDLE)
+        (folder / "recipe.toml").write_text(f"lr = {rate}\n")
+    cases = [changed if changed == ["env"] else [*options(data)[1:], *changed] for changed, _ in REFUSED]
+    (tmp_path / "cases.json").write_text(json.dumps(cases, default=str))
+    code, out, err = ended(torchrun(tmp_path, "together", "refusals", tmp_path / "cases.json"))
+    assert code == 0, err
+    found = [json.loads(line) for line in out.splitlines()]
+    for case, (_, says) in enumerate(REFUSED):
+        sentences = {rank: sentence for rank, number, sentence in found if number == case}
+        assert sorted(sentences) == [0, 1]
+        assert all(says in sentence for sentence in sentences.values()), sentences
+    assert not list(tmp_path.rglob("run"))

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -100,6 +102,8 @@ def connect() -> None:
         store = dist.PrefixStore(f"moatlab {restarts()}", store)  # type: ignore[attr-defined]
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         dist.init_process_group(kind, timeout=PATIENCE, store=store, rank=rank, world_size=size)
+    # A thread of gloo may still drop a tensor. Where Python is finalizing it can't get the GIL, and aborts the process.
+    atexit.register(time.sleep, 0.1)
 
 
 def disconnect() -> None:
