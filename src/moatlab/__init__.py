@@ -4,7 +4,7 @@
     run = moatlab.train(my_model, "my_images", method="moat:2")
     moatlab.evaluate(run.model, x, y, attacks=["aa"])
 
-Names are loaded when they are first used, so that importing the package costs nothing.
+Names are imported on first use, so that importing the package is fast.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 import sys
 from pathlib import Path
 
-# `python -m` puts the current folder before everything; a file in it must not be taken for a library's.
+# `python -m` puts the current folder first on the path; a file in it must not shadow a library.
 if sys.path[0] in ("", str(Path.cwd())):
     del sys.path[0]
 

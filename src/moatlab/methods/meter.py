@@ -10,7 +10,7 @@ from moatlab.methods.cost import Cost
 
 
 class Meter:
-    """Counts every call of a model, whoever makes it, with hooks on the model and on its gradients.
+    """Counts every call of a model with hooks on the model and on its gradients.
 
     forward          the model is called
     input backward   a gradient reaches the output of a call whose input requires one

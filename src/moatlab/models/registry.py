@@ -39,7 +39,7 @@ def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Mod
         raise UserError(f"{name} can't be built with {sizes}")
     try:
         return BUILT_IN[name](classes=classes, **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:  # arguments from anybody's file
+    except (TypeError, ValueError, RuntimeError) as error:  # arguments from an untrusted file
         raise UserError(f"{name} can't be built with {arguments} ({first_line(error)})") from None
 
 

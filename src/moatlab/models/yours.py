@@ -14,7 +14,7 @@ def build_by_factory(name: str, classes: int) -> nn.Module:
     """Calls `factory(num_classes=…)` if it has that parameter, `factory(…)` if it needs one, otherwise `factory()`."""
     where = f"--model {name}"
     module_name, _, factory_name = name.partition(":")
-    if module_name.partition(".")[0] in sys.stdlib_module_names:  # the name may come from anybody's file
+    if module_name.partition(".")[0] in sys.stdlib_module_names:  # the name may come from an untrusted file
         raise UserError(f"{where}: {module_name} is part of Python, not a module of models")
     if module_name.endswith(".py") or "/" in module_name:
         instead = f"{Path(module_name).stem}:{factory_name}"

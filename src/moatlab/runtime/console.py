@@ -19,22 +19,22 @@ from moatlab.runtime import distributed
 PLAIN_LINE_SECONDS = 15.0
 
 console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True, quiet=not distributed.is_first())
-_asked: ContextVar[bool | None] = ContextVar("verbose", default=None)
+_verbose: ContextVar[bool | None] = ContextVar("verbose", default=None)
 
 
 @contextmanager
 def verbosity(verbose: bool | None) -> Iterator[None]:
     """Print inside, or not. None: as in the enclosing block; outside of any, on a terminal or in a notebook."""
-    token = _asked.set(_asked.get() if verbose is None else verbose)
+    token = _verbose.set(_verbose.get() if verbose is None else verbose)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _verbose.reset(token)
 
 
 def is_heard() -> bool:
-    asked = _asked.get()
-    return console.is_terminal or console.is_jupyter if asked is None else asked
+    verbose = _verbose.get()
+    return console.is_terminal or console.is_jupyter if verbose is None else verbose
 
 
 def note(message: str, style: str | None = None) -> None:

@@ -124,7 +124,7 @@ def restore_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """What is truncated in place must not be a link: a folder from somebody else may hold links out of it."""
+    """A file that is truncated in place must not be a link out of its folder."""
     if path.is_symlink():
         raise UserError(f"{path} is a symbolic link, which moatlab never creates; remove it")
 

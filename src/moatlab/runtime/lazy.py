@@ -1,4 +1,4 @@
-"""Public names imported on first use, so that importing a package is quick."""
+"""Public names imported on first use, so that importing a package is fast."""
 
 from collections.abc import Callable
 from importlib import import_module
