@@ -490,7 +490,7 @@ def test_data_that_is_not_whole_is_refused_at_the_paper_s_size(moat, alone):
     (folder / "test_batch.bin").write_bytes(records)
     ended = moat("reproduce", "table2a", "--width", 8, "--data-dir", ".", "--yes")
     assert ended.code == 2
-    assert "cifar10 is incomplete (200 of the official 50,000 training images" in ended.err
+    assert "cifar10 is incomplete (200 instead of 50,000 training images" in ended.err
     assert [path.name for path in alone.iterdir()] == [folder.name]
 
 

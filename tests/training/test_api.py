@@ -188,7 +188,7 @@ def test_arrays_in_an_npz_file_are_a_data_set(moat, alone):
     (alone / "own.npz").write_bytes(b"PK\3\4 not really")
     ending = moat("train", "fast", *options[:-1], "other")
     assert ending.code == 2
-    assert "can't be read as arrays" in ending.err
+    assert "cannot be read as arrays" in ending.err
 
 
 def test_floats_that_were_bytes_are_those_bytes_and_others_are_refused():
@@ -368,7 +368,7 @@ def test_a_radius_is_a_number_or_a_text_and_attacks_a_list_or_a_text():
         moatlab.train(lambda: model, (x, y))
     with pytest.raises(UserError, match="did you mean epochs"):
         moatlab.train(model, (x, y), epoch=3)
-    with pytest.raises(UserError, match="reach from 0 to 255"):
+    with pytest.raises(UserError, match="range from 0 to 255"):
         moatlab.train(model, (x.permute(0, 3, 1, 2).float(), y))
 
 
