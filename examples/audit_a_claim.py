@@ -15,7 +15,9 @@ from moatlab.attacks import pgd
 EPS = 8 / 255
 images = moatlab.load_images("mini")
 x, y = images.test_x[:200].permute(0, 3, 1, 2) / 255, images.test_y[:200]
-plain = moatlab.train("preact_resnet18", "mini", method="standard", epochs=6, out="runs/plain", resume=True).model
+plain = moatlab.train(
+    "preact_resnet18", "mini", method="standard", epochs=6, out="runs/plain", resume=True
+).model
 
 
 class Rounded(nn.Module):
@@ -44,10 +46,9 @@ def accuracy(model, points):
         return f"{100 * (model(points).argmax(1) == y).float().mean():.1f} %"
 
 
-print("undefended:  clean", accuracy(plain, x), "  PGD-20",
-      accuracy(plain, pgd(plain, x, y, eps=EPS, step_size=EPS / 4, steps=20)))  # fmt: skip
-print("defended:    clean", accuracy(defended, x), "  PGD-20",
-      accuracy(defended, pgd(defended, x, y, eps=EPS, step_size=EPS / 4, steps=20)))  # fmt: skip
+for name, model in {"undefended": plain, "defended": defended}.items():
+    found = pgd(model, x, y, eps=EPS, step_size=EPS / 4, steps=20)
+    print(f"{name + ':':<12} clean", accuracy(model, x), "  PGD-20", accuracy(model, found))
 
 # %% [markdown]
 # Nothing is lost at all, which is itself suspicious.

@@ -43,11 +43,18 @@ class RobustTrainer(Trainer):
         super().__init__(**arguments)
         self.method, self.eps, self.classes = moatlab.parse_method(method), eps, classes
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], **_others: Any) -> Tensor:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], **_others: Any
+    ) -> Tensor:
         epochs = int(self.args.num_train_epochs)
         stage = self.method.stage_at(min(int(self.state.epoch or 0), epochs - 1), epochs)
         x, target = moatlab.make_batch(
-            model, inputs["pixel_values"], inputs["labels"], stage, eps=self.eps, classes=self.classes
+            model,
+            inputs["pixel_values"],
+            inputs["labels"],
+            stage,
+            eps=self.eps,
+            classes=self.classes,
         )
         return F.cross_entropy(model(x), target)
 
@@ -64,17 +71,30 @@ def main() -> None:
     data = moatlab.load_images("mini")
     model = LogitsOf(small_network(len(data.classes)))
     arguments = TrainingArguments(
-        output_dir=options.out, num_train_epochs=options.epochs, per_device_train_batch_size=128, learning_rate=0.05,
-        optim="sgd", optim_args="momentum=0.9", save_strategy="no", report_to="none", remove_unused_columns=False,
-    )  # fmt: skip
+        output_dir=options.out,
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=128,
+        learning_rate=0.05,
+        optim="sgd",
+        optim_args="momentum=0.9",
+        save_strategy="no",
+        report_to="none",
+        remove_unused_columns=False,
+    )
     pictures = Pictures(data.train_x[: options.images], data.train_y[: options.images])
     RobustTrainer(
-        method=options.method, eps=8 / 255, classes=len(data.classes), model=model, args=arguments,
+        method=options.method,
+        eps=8 / 255,
+        classes=len(data.classes),
+        model=model,
+        args=arguments,
         train_dataset=pictures,
-    ).train()  # fmt: skip
+    ).train()
 
     model.cpu()
-    result = moatlab.evaluate(model, data.test_x[:200], data.test_y[:200], attacks=["fgsm", "pgd50"], eps=8 / 255)
+    result = moatlab.evaluate(
+        model, data.test_x[:200], data.test_y[:200], attacks=["fgsm", "pgd50"], eps=8 / 255
+    )
     print({name: round(value, 3) for name, value in result.accuracy.items()})
 
 

@@ -27,7 +27,9 @@ class RobustClassifier(lightning.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], _number: int) -> Tensor:
         stage = self.method.stage_at(self.current_epoch, self.trainer.max_epochs)
-        x, target = moatlab.make_batch(self.network, *batch, stage, eps=self.eps, classes=self.classes)
+        x, target = moatlab.make_batch(
+            self.network, *batch, stage, eps=self.eps, classes=self.classes
+        )
         loss = F.cross_entropy(self(x), target)
         self.log("loss", loss, prog_bar=True)
         return loss
@@ -46,12 +48,18 @@ def main() -> None:
     lightning.seed_everything(0)
     data = moatlab.load_images("mini")
     x = data.train_x[: options.images].permute(0, 3, 1, 2) / 255
-    loader = DataLoader(TensorDataset(x, data.train_y[: options.images]), batch_size=128, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(x, data.train_y[: options.images]), batch_size=128, shuffle=True
+    )
     module = RobustClassifier(options.method, 8 / 255, len(data.classes))
-    trainer = lightning.Trainer(max_epochs=options.epochs, logger=False, enable_checkpointing=False)
+    trainer = lightning.Trainer(
+        max_epochs=options.epochs, logger=False, enable_checkpointing=False
+    )
     trainer.fit(module, loader)
 
-    result = moatlab.evaluate(module, data.test_x[:200], data.test_y[:200], attacks=["fgsm", "pgd50"], eps=8 / 255)
+    result = moatlab.evaluate(
+        module, data.test_x[:200], data.test_y[:200], attacks=["fgsm", "pgd50"], eps=8 / 255
+    )
     print({name: round(value, 3) for name, value in result.accuracy.items()})
 
 

@@ -28,9 +28,14 @@ def main() -> None:
     parser.add_argument("--out", default="runs/own_stage")
     options = parser.parse_args()
     run = moatlab.train(
-        "preact_resnet18", "mini", method="noise:16 | fast | pgd:2", epochs=options.epochs, width=8, out=options.out,
+        "preact_resnet18",
+        "mini",
+        method="noise:16 | fast | pgd:2",
+        epochs=options.epochs,
+        width=8,
+        out=options.out,
         max_steps=options.max_steps,
-    )  # fmt: skip
+    )
     print(run.record.counted)
 
 

@@ -14,10 +14,16 @@ import moatlab
 
 def small_network(classes: int) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
-        nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes),
-    )  # fmt: skip
+        nn.Conv2d(3, 32, 3, stride=2, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, classes),
+    )
 
 
 def main() -> None:
@@ -38,14 +44,18 @@ def main() -> None:
     for epoch in range(options.epochs):
         stage = method.stage_at(epoch, options.epochs)
         for batch in torch.randperm(len(y)).split(128):
-            images, target = moatlab.make_batch(model, x[batch], y[batch], stage, eps=8 / 255, classes=10)
+            images, target = moatlab.make_batch(
+                model, x[batch], y[batch], stage, eps=8 / 255, classes=10
+            )
             loss = F.cross_entropy(model(images), target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         print(f"epoch {epoch + 1}  {stage}  loss {loss.item():.3f}")
 
-    result = moatlab.evaluate(model, data.test_x[:200], data.test_y[:200], attacks=["fgsm", "pgd50"], eps=8 / 255)
+    result = moatlab.evaluate(
+        model, data.test_x[:200], data.test_y[:200], attacks=["fgsm", "pgd50"], eps=8 / 255
+    )
     print({name: round(value, 3) for name, value in result.accuracy.items()})
 
 

@@ -19,11 +19,21 @@ print(train[0].shape, train[0].dtype)
 def network():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, len(mini.classes)),
-    )  # fmt: skip
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 3, padding=1),
+        nn.BatchNorm2d(128),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(128, len(mini.classes)),
+    )
 
 
 # %% [markdown]
@@ -51,13 +61,21 @@ for spec in METHODS:
 # %%
 runs = {
     spec: moatlab.train(
-        network(), (train, test), method=spec, epochs=epochs[spec], eps="8/255", lr=0.1, holdout=500,
-        out=f"runs/budget_{spec.replace(':', '-').replace(',', '-')}", resume=True,
+        network(),
+        (train, test),
+        method=spec,
+        epochs=epochs[spec],
+        eps="8/255",
+        lr=0.1,
+        holdout=500,
+        out=f"runs/budget_{spec.replace(':', '-').replace(',', '-')}",
+        resume=True,
     )
     for spec in METHODS
-}  # fmt: skip
+}
 for spec, run in runs.items():
-    print(f"{spec:<12} {run.record.counted['passes']:>4g} passes counted, collapsed: {run.record.collapsed_at}")
+    counted, collapsed = run.record.counted["passes"], run.record.collapsed_at
+    print(f"{spec:<12} {counted:>4g} passes counted, collapsed: {collapsed}")
 
 # %% [markdown]
 # ## What did it buy?
@@ -68,10 +86,21 @@ for spec, run in runs.items():
 x, y = test[0][:200], test[1][:200]
 _, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
 for spec, run in runs.items():
-    results = {eps: moatlab.evaluate(run.model, x, y, attacks=["aa"], eps=eps / 255) for eps in (4, 8, 12)}
-    accuracy = [results[4].accuracy["clean"], *(result.accuracy["aa"] for result in results.values())]
+    results = {
+        eps: moatlab.evaluate(run.model, x, y, attacks=["aa"], eps=eps / 255)
+        for eps in (4, 8, 12)
+    }
+    accuracy = [
+        results[4].accuracy["clean"],
+        *(result.accuracy["aa"] for result in results.values()),
+    ]
     print(f"{spec:<12}", "  ".join(f"{100 * value:5.1f} %" for value in accuracy))
-    axes.plot([0, 4, 8, 12], [100 * value for value in accuracy], marker="o", label=f"{spec}, {epochs[spec]} epochs")
+    axes.plot(
+        [0, 4, 8, 12],
+        [100 * value for value in accuracy],
+        marker="o",
+        label=f"{spec}, {epochs[spec]} epochs",
+    )
 axes.set(xlabel="eps times 255", ylabel="accuracy under AutoAttack, %", ylim=(0, None))
 axes.legend()
 plt.show()

@@ -12,7 +12,9 @@ import matplotlib.pyplot as plt
 
 import moatlab
 
-sick = moatlab.train("preact_resnet18", "mini", method="fgsm", epochs=21, out="runs/sick", resume=True)
+sick = moatlab.train(
+    "preact_resnet18", "mini", method="fgsm", epochs=21, out="runs/sick", resume=True
+)
 print(f"collapsed at epoch {sick.record.collapsed_at}; on the test images: {sick.record.final}")
 
 # %% [markdown]
@@ -24,17 +26,31 @@ print(f"collapsed at epoch {sick.record.collapsed_at}; on the test images: {sick
 # %%
 def watched(run):
     """The monitor's measurements: one line of metrics.jsonl per epoch."""
-    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def draw(run, title):
     lines = watched(run)
     _, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for name in ("clean", "fgsm", "pgd7"):
-        left.plot([line["epoch"] for line in lines], [100 * line[name] for line in lines], marker=".", label=name)
-    left.set(title=title, xlabel="epoch", ylabel="accuracy on held-out images, %", ylim=(0, None))
+        left.plot(
+            [line["epoch"] for line in lines],
+            [100 * line[name] for line in lines],
+            marker=".",
+            label=name,
+        )
+    left.set(
+        title=title, xlabel="epoch", ylabel="accuracy on held-out images, %", ylim=(0, None)
+    )
     left.legend()
-    right.plot([line["epoch"] for line in lines], [line["alignment"] for line in lines], marker=".", color="black")
+    right.plot(
+        [line["epoch"] for line in lines],
+        [line["alignment"] for line in lines],
+        marker=".",
+        color="black",
+    )
     right.set(title="cosine of the gradients at x and nearby", xlabel="epoch", ylim=(0, 1))
     plt.show()
 
@@ -52,12 +68,18 @@ draw(sick, "fgsm")
 
 # %%
 healed = moatlab.train(
-    "preact_resnet18", "mini", method="fgsm", epochs=21, on_collapse="heal", out="runs/healed", resume=True
+    "preact_resnet18",
+    "mini",
+    method="fgsm",
+    epochs=21,
+    on_collapse="heal",
+    out="runs/healed",
+    resume=True,
 )
 for line in (healed.folder / "events.jsonl").read_text().splitlines():
     print(json.loads(line)["message"])
-extra = healed.record.healing["passes"]
-print(f"{healed.record.counted['passes']:g} passes, {extra:g} of them for healing; {healed.record.final}")
+passes, extra = healed.record.counted["passes"], healed.record.healing["passes"]
+print(f"{passes:g} passes, {extra:g} of them for healing; {healed.record.final}")
 
 # %%
 draw(healed, "fgsm, healed")
@@ -69,7 +91,11 @@ draw(healed, "fgsm, healed")
 images = moatlab.load_images("mini")
 for name, run in {"sick": sick, "healed": healed}.items():
     result = moatlab.evaluate(
-        run.model, images.test_x[:200], images.test_y[:200], attacks=["fgsm", "pgd50", "aa"], eps=16 / 255
+        run.model,
+        images.test_x[:200],
+        images.test_y[:200],
+        attacks=["fgsm", "pgd50", "aa"],
+        eps=16 / 255,
     )
     print(name, {attack: f"{100 * value:.1f} %" for attack, value in result.accuracy.items()})
     for flag in result.flags:
