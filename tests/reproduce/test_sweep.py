@@ -137,7 +137,7 @@ def test_one_failed_run_does_not_stop_the_others_and_is_reported_at_the_end(whol
     path.write_bytes(path.read_bytes()[:-4] + b"evil")
     ended = moat("reproduce", "table2a", *SMALL, "--methods", "fgsm fast", "--out", "sweep")
     assert ended.code == 1
-    assert re.search(r"moat: 1 of 2 runs failed, the first, sweep/fgsm_s0, because .*damaged", ended.err)
+    assert re.search(r"moat: 1 of 2 runs failed, the first \(sweep/fgsm_s0\): .*damaged", ended.err)
     result = read_json(alone / "sweep" / "table2a.json")
     assert [row["row"] for row in result["rows"]] == ["fast"]
     assert result["failures"][0]["run"] == "sweep/fgsm_s0"

@@ -1,5 +1,6 @@
 """Options shared by commands. Options of a recipe are generated from its fields."""
 
+import functools
 import json
 import os
 import sys
@@ -27,6 +28,12 @@ def _importable(_context: click.Context, _parameter: click.Parameter, value: Any
     return value
 
 
+def _device(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    if not is_device(value):
+        raise UserError(f"--device {value}: must be auto, cpu, cuda, cuda:1 or mps")
+    return value
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
 data_dir_option = click.option(
     "--data-dir", type=FILE, envvar="MOAT_DATA", show_envvar=True, help="Folder searched first for data sets."
@@ -34,23 +41,11 @@ data_dir_option = click.option(
 trust_help = "Allow running the Python code that the file names as its model."
 trust_option = click.option("--trust-model-code", is_flag=True, callback=_importable, help=trust_help)
 on_option = click.option("--on", metavar="ray[:ADDRESS]", help="Run on a Ray cluster, local or at ADDRESS.")
-
-
-def _device(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
-    if not is_device(value):
-        raise UserError(f"--device {value}: must be auto, cpu, cuda, cuda:1 or mps")
-    return value
-
-
 which_option = click.option("--which", type=click.Choice(["last", "best"]), default="last", help="Epoch of the run.")
 device_option = click.option("--device", default="auto", callback=_device, help="auto, cpu, cuda, cuda:1 or mps")
 threads_help = "CPU threads; affects the last bits  [default: OMP_NUM_THREADS or all cores]"
 threads_option = click.option("--threads", type=click.IntRange(1, 1024), help=threads_help)
-
-
-def model_option(**settings: Any) -> Callable[[Command], Command]:
-    return click.option("--model", callback=_importable, **settings)
-
+model_option = functools.partial(click.option, "--model", callback=_importable)
 
 GROUPS = {
     "Data and model": "data data_dir stream augment holdout model width shortcut final_norm std init trust_model_code",

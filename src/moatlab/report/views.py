@@ -68,7 +68,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
     found = []
     for path in paths:
         if not path.is_dir():
-            raise UserError(f"{path} is not a folder; name run folders, such as runs/moat-2_mini_s0")
+            raise UserError(f"{path} is not a folder; give a run folder, such as runs/moat-2_mini_s0")
         inside = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and is_run(folder)]
         if not is_run(path) and not inside:
             raise UserError(f"{path} contains no run")
