@@ -326,7 +326,7 @@ def test_a_stages_name_must_be_free_and_plain():
         return x, y
 
     for name in ("fgsm", "moat", "two words", ""):
-        with pytest.raises(UserError, match="can't be called"):
+        with pytest.raises(UserError, match="can't name a stage"):
             moatlab.add_stage(name, stage)
     try:
         moatlab.add_stage("blank", stage)
