@@ -1,8 +1,8 @@
-"""Every command and every Python block of the documents is tried, changed by the tables below only.
+"""The commands and Python blocks of the documents run, most of them shortened.
 
-Most run on fewer images and steps. Not run here are: `make`, whose recipes are printed; scripts, which are asked for
-their help; `pip` and `pre-commit`; `moat bench`, asked for its help; and `moat reproduce`, which plans. Each line says
-which test runs it.
+`REPLACED` lists the commands that are not run as written: another command runs in their place, and the comment names
+the test of the original, or the reason. `SHORTENED` lists those that run with fewer epochs, steps, images or attacks. A
+command that no rule matches runs as written. `PYTHON` and `EXAMPLES` shorten the Python blocks.
 """
 
 import re
@@ -23,31 +23,32 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-SHORT = "--width 8 --threads 1"
-COMMANDS = [
-    (r"^make (\S+)", r"make --dry-run \1"),  # make test runs this very test
-    (r"^(pipx?|pre-commit) .*", "moat --version"),  # test_wheel installs the package
-    (r"^\.venv/bin/python (\S+).*", r"python \1 --help"),  # scripts that fetch and write
-    (r"^torchrun .* -m moatlab", "moat"),  # tests/runtime/test_distributed.py starts several processes
-    (r" --on ray(:\S+)?", ""),  # tests/reproduce/test_pool.py has a cluster
-    (r"^(moat eval .*)--data cifar10", r"\1--data mini"),  # of ten classes, as mynet's weights
-    (r"--data cifar100?\b", "--data photos"),  # fetched once by users, never by tests
+REPLACED = [
+    (r"^make (\S+)", r"make --dry-run \1"),  # prints the recipes; make test runs this very test
+    (r"^(pipx?|pre-commit) .*", "moat --version"),  # tests/test_wheel.py installs the package
+    (r"^\.venv/bin/python (\S+).*", r"python \1 --help"),  # scripts that download and write
+    (r"^torchrun .* -m moatlab", "moat"),  # one process; tests/runtime/test_distributed.py starts several
+    (r" --on ray(:\S+)?", ""),  # without a cluster; tests/reproduce/test_pool.py has one
+    (r"^(moat eval .*)--data cifar10", r"\1--data mini"),  # tests download nothing; ten classes, as mynet's weights
+    (r"--data cifar100?\b", "--data photos"),  # tests download nothing
     (r"--format robustbench", "--format safetensors"),  # tests/sharing/test_export.py has a model of that size
-    (r"^moat demo$", "moat compare fgsm moat:2"),
-    (r"^(moat compare (?!.*--data).*)", r"\1 --data photos"),
-    (r"^(moat train .*?)( --max-steps \d+)?$", rf"\1 --max-steps 2 {SHORT}"),
-    (r"^(moat compare .*)", rf"\1 --epochs 1 --batch-size 40 {SHORT}"),
+    (r"^moat demo$", "moat compare fgsm moat:2"),  # what the demo does, in a folder of its own
+    (r"^(moat compare (?!.*--data).*)", r"\1 --data photos"),  # smaller than mini
+    (r"--attacks aa\b", "--attacks apgd-ce"),  # tests/cli/test_eval.py runs AutoAttack
+    (r"^(moat eval (?!.*--attacks).*)", r"\1 --attacks fgsm,pgd7"),  # tests/evaluation/test_evaluator.py runs each
+    (r"^(moat reproduce .*?)( --plan)?$", r"\1 --plan"),  # tests/reproduce/test_sweep.py runs sweeps
+]
+SMALL = "--width 8 --threads 1"
+SHORTENED = [
+    (r"^(moat train .*?)( --max-steps \d+)?$", rf"\1 --max-steps 2 {SMALL}"),
+    (r"^(moat compare .*)", rf"\1 --epochs 1 --batch-size 40 {SMALL}"),
     (r"^(moat (?:train|compare) (?!.*--out).*)", r"\1 --out runs/new"),  # emptied after each command
     (r"^(moat eval .*?)( --n \d+)?$", r"\1 --n 8"),
-    (r"^(moat eval (?!.*--attacks).*)", r"\1 --attacks fgsm,pgd7"),  # all of them: tests/cli/test_eval.py
-    (r"--attacks aa\b", "--attacks apgd-ce"),
-    (r"^(moat reproduce .*?)( --plan)?$", r"\1 --plan"),  # tests/reproduce/test_sweep.py runs some
-    (r"^moat bench", "moat bench --help"),  # tests/reproduce/test_benchmark.py shortens it from inside
 ]
+COMMANDS = [*REPLACED, *SHORTENED]
 PYTHON = [
     (r"epochs=(9|21|30)\b", "epochs=3, max_steps=2"),
-    (r"\[:(64|200|300|500)\]", "[:8]"),
-    (r"steps=(20|50)\b", "steps=2"),
+    (r"\[:200\]", "[:8]"),
     (r"\"aa\"", '"apgd-ce"'),
     (r"\"pgd50\"", '"pgd7"'),
     (r"\"pgd50,aa\"", '"pgd7"'),
@@ -55,6 +56,8 @@ PYTHON = [
 EXAMPLES = [
     (r"epochs=(6|21)\b", "epochs=1, width=8, batch_size=40"),
     *PYTHON,
+    (r"\[:500\]", "[:8]"),
+    (r"steps=(20|50)\b", "steps=2"),
     (r"\"mini\"", '"photos"'),
     (r"epochs=epochs\[spec\]", "epochs=epochs[spec], max_steps=3, batch_size=40"),
     (r"holdout=500", "holdout=20"),
@@ -122,6 +125,56 @@ def test_the_commands_and_python_blocks_of_a_document_work(document, moat, world
             else:
                 path = {"make": "/usr/bin/make", "python": sys.executable}[program]
                 subprocess.run([path, *arguments], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_every_rule_changes_a_command_or_a_block():
+    """So the tables list what is shortened, and nothing else."""
+    shell = [command for path in DOCUMENTS for tag, block in blocks(path) if tag == "sh" for command in commands(block)]
+    python = [(path, block) for path in DOCUMENTS for tag, block in blocks(path) if tag == "python"]
+    examples = [block for path, block in python if path.parent.name == "examples"]
+    others = [block for path, block in python if path.parent.name != "examples"]
+    own = [rule for rule in EXAMPLES if rule not in PYTHON]
+    for table, texts in ((COMMANDS, shell), (PYTHON, others), (own, examples)):
+        for number, (pattern, _) in enumerate(table):
+            assert any(re.search(pattern, shortened(text, table[:number])) for text in texts), pattern
+
+
+def test_the_tests_that_cover_a_replaced_command_exist():
+    source = Path(__file__).read_text(encoding="utf-8")
+    named = re.findall(r"# .*?(tests/[\w/]+\.py)", source)
+    assert len(named) >= 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def prose_words(name):
+    """Words of a document, code blocks aside."""
+    return len(FENCE.sub("", (ROOT / name).read_text(encoding="utf-8")).split())
+
+
+def test_the_readme_is_read_in_a_minute_and_the_architecture_in_one_sitting():
+    assert prose_words("README.md") < 700
+    assert prose_words("docs/architecture.md") < 1500
+
+
+def test_every_link_of_the_readme_leads_to_a_file_and_a_heading():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
+    assert len(links) > 15
+    for link in links:
+        name, _, place = link.partition("#")
+        assert (ROOT / name).exists(), link
+        if place:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+            assert place in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, link
+
+
+def test_every_file_that_the_architecture_names_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", text.replace("`stages/`", ""))
+    assert {"training/trainer.py", "training/collapse.py", "attacks/square_attack.py"} <= set(named)
+    assert {"methods/language.py", "evaluation/card.py"} <= set(named)
+    for name in named:
+        assert (ROOT / "src" / "moatlab" / name).exists() or (ROOT / name).exists(), name
 
 
 def test_every_block_says_what_it_is():
