@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -81,3 +84,22 @@ def test_the_numbers_of_a_batch_are_not_fetched_from_the_device_that_trains():
     images, labels = there.at(1)  # on a device that can't be asked
     assert images.device.type == labels.device.type == "meta"
     assert there.numbers(1).tolist() == here.at(1)[1].tolist()
+
+
+LEFT_OPEN = """
+import sys, torch
+from pathlib import Path
+from moatlab.data.batches import Batches
+from moatlab.data.loading import load_images
+images = load_images(sys.argv[1], stream=True)
+batches = Batches(images.train_x, images.train_y, 8, True, 0)
+batches.at(0)
+print("done")
+"""
+
+
+def test_a_process_ends_although_it_did_not_close_its_decoding_workers(tiny):
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, str(tiny)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "done\n")

@@ -1,7 +1,9 @@
 """Training batches. The batch of step s is a pure function of (seed, s), for images in memory and on disk."""
 
+import atexit
 import itertools
 import signal
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -34,6 +36,7 @@ class Ahead:
             generator=torch.Generator(),  # not the global one
         )
         self.batches, self.next_step = iter(loader), step
+        atexit.register(_end_workers, weakref.ref(self.batches))
 
     def take(self) -> Tensor:
         try:
@@ -44,6 +47,12 @@ class Ahead:
             raise RunFailed(f"a process that decodes images stopped ({error})") from error
         self.next_step += 1
         return batch
+
+
+def _end_workers(batches: "weakref.ref[Any]") -> None:
+    """At exit Python would send SIGTERM to the workers, which ignore it, and wait for them forever."""
+    for worker in getattr(batches(), "_workers", ()):
+        worker.kill()
 
 
 def _leave_signals_to_the_run(_worker: int) -> None:
