@@ -250,7 +250,7 @@ def test_watching_held_out_images_needs_some():
 @pytest.mark.parametrize("policy", ["stop", "rollback", "heal"])
 def test_test_images_may_be_watched_but_not_decide_how_a_run_goes(policy):
     make_recipe("fgsm", monitor="test")
-    with pytest.raises(UserError, match="test images decide"):
+    with pytest.raises(UserError, match="must not use test images"):
         make_recipe("fgsm", monitor="test", on_collapse=policy)
 
 

@@ -1,1 +1,1 @@
-"""Recipes, and the loop that trains them."""
+"""Recipes, and the training loop."""

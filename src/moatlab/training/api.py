@@ -1,7 +1,7 @@
-"""Training from Python: your model, your data, one call; and the call behind it, which the command line makes, too."""
+"""Training from Python: `train`, and `train_recipe`, which the command line calls too."""
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from moatlab.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What `train` returns: the run's folder, its record, and the model, in eval mode."""
+    """Returned by `train`: the run's folder, its record, and the model in eval mode."""
 
     folder: Path
     record: RunRecord
@@ -47,18 +47,16 @@ def train(
     verbose: bool | None = None,
     **options: Any,
 ) -> TrainedRun:
-    """Train `model` on `data` with a method, and return the run: its folder, its record and the trained model.
+    """Train `model` on `data` with a method, and return the run.
 
         run = moatlab.train(my_model, (x, y), method="imoat:2,5,8", eps="8/255", epochs=30)
         moatlab.evaluate(run.model, test_x, test_y, attacks=["aa"])
 
-    `model` is a module of yours (images in [0, 1] to logits; it is trained in place) or a name, as for --model. `data`
-    is a name, a folder or an .npz file, as for --data; or images and labels, `(x, y)` or `((x, y), (test_x, test_y))`,
-    bytes (N, H, W, C) or floats (N, C, H, W) in [0, 1]. All other options of `moat train` are options here, `preset`
-    among them. The run goes to `out` (runs/NAME if not given); `resume` continues the run that is there. `verbose`:
-    progress on stderr; if it is not given, where that is a terminal or a notebook.
-
-    `train(recipe, folder)` trains a whole recipe.
+    `model` is a module (images in [0, 1] to logits; trained in place) or a name, as for --model. `data` is a name, a
+    folder or an .npz file, as for --data; or images and labels, `(x, y)` or `((x, y), (test_x, test_y))`, as bytes
+    (N, H, W, C) or floats (N, C, H, W) in [0, 1]. All other options of `moat train` are accepted. The run is written
+    to `out` (default: runs/NAME); `resume` continues the run there. `verbose`: print progress on stderr (default: if
+    that is a terminal or a notebook). `train(recipe, folder)` trains a complete recipe.
     """
     own: nn.Module | None = None
     images: Images | None = None
@@ -66,11 +64,11 @@ def train(
         if data is None:
             raise UserError("train(recipe, folder) needs a folder for the run")
         if out is not None or method is not None or options:
-            raise UserError("train(recipe, folder) takes all the rest from the recipe")
+            raise UserError("train(recipe, folder) takes no out, method or options; they are in the recipe")
         recipe, folder = model, Path(data)
     else:
         if not isinstance(model, nn.Module | str):
-            raise UserError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module, or a name")
+            raise UserError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module or a name")
         own = model if isinstance(model, nn.Module) else None
         data = "mini" if data is None else data
         images = _given_images(data)
@@ -82,25 +80,23 @@ def train(
         where: dict[str, Any] = {"data_dir": data_dir, "stream": stream, "images": images, "model": own}
         how: dict[str, Any] = {"resume": resume, "max_steps": max_steps, "checkpoint_every": checkpoint_every}
         record = train_recipe(recipe, folder, machine=Machine(device, threads), **where, **how)
-    trained = own.eval() if own is not None else load(folder, trust_model_code=True)
-    return TrainedRun(folder, record, trained)
+    return TrainedRun(folder, record, own.eval() if own is not None else load(folder, trust_model_code=True))
 
 
 def _given_images(data: Any) -> Images | None:
-    """Images that are in memory already; None for a name or a path."""
+    """Images in memory; None for a name or a path."""
     if isinstance(data, tuple | list):
         if len(data) != 2:
             raise UserError("data must be a pair: (x, y), or ((x, y), (test_x, test_y))")
-        pairs = data if isinstance(data[0], tuple | list) else [data]
-        return as_images(*pairs)
+        return as_images(*(data if isinstance(data[0], tuple | list) else [data]))
     if not isinstance(data, Images | str | Path):
         raise UserError(f"data is a {type(data).__name__}; it must be a name, a folder, or tensors: (x, y)")
     return data if isinstance(data, Images) else None
 
 
 def _free_folder(recipe: Recipe, preset: str | None, resume: bool) -> Path:
-    """runs/NAME, runs/NAME_2 and so on: the first that is free or, to resume, the last that is not. Several processes
-    must all name the same: they take the first."""
+    """The first free one of runs/NAME, runs/NAME_2 and so on, or to resume the last existing one. Several processes
+    always use runs/NAME, so that all have the same."""
     first = Path("runs") / default_name(recipe, preset)
     folders = [first]
     while distributed.launched() == 1 and folders[-1].exists():
@@ -121,12 +117,12 @@ def train_recipe(
     images: Images | None = None,
     model: nn.Module | None = None,
 ) -> RunRecord:
-    """Train a recipe into the folder `out`, and return the run's record.
+    """Train a recipe in the folder `out`, and return the run's record.
 
-    With `resume` a run that was stopped continues, to the same bits as one that never stopped; a finished one is left
-    alone. `max_steps` stops the run early, counted from its first step, as ctrl-C would. Processes that torchrun
-    started train it together; when it restarts them, they resume from the last checkpoint. `stream` leaves the images
-    of a folder on the disk; `images` and `model` are the user's own, which the recipe names.
+    `resume` continues a stopped run, with the same bits as one that never stopped; a finished one is left unchanged.
+    `max_steps`, counted from the first step of the run, stops it early. Processes started by torchrun train together;
+    after a restart they resume from the last checkpoint. `stream` leaves the images of a folder on the disk. `images`
+    and `model` are the user's own.
     """
     folder, resume = RunFolder(out), resume or distributed.restarts() > 0
     distributed.connect()
@@ -143,7 +139,7 @@ def train_recipe(
             set_weights(model, distributed.from_first(lambda: read_weights(folder.path)[0]), folder.path)
         return finished
     with ExitStack() as inside:
-        device = inside.enter_context(_as_before(machine or Machine(), folder).in_use())
+        device = inside.enter_context(_with_same_threads(machine or Machine(), folder).in_use())
         if recipe.deterministic and device.type == "cuda" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
             raise UserError("deterministic training on a GPU needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment")
         images = images or load_images(recipe.data, data_dir, stream=stream)
@@ -152,19 +148,17 @@ def train_recipe(
         distributed.agree("data", session.identity)
         inside.enter_context(session.arithmetic())
         distributed.from_first(lambda: inside.enter_context(folder.for_one_process()))
-        # Once more: until now another process may have worked here.
+        # Again: until the lock was taken, another process may have trained here.
         distributed.from_first(lambda: folder.check(recipe, resume=resume))
         last_step = session.total_steps if max_steps is None else min(max_steps, session.total_steps)
         return Trainer(session, folder).run(last_step, checkpoint_every)
 
 
-def _as_before(machine: Machine, folder: RunFolder) -> Machine:
-    """With as many threads as the run was started with, if nobody says how many and there are cores for them."""
+def _with_same_threads(machine: Machine, folder: RunFolder) -> Machine:
+    """The machine with as many threads as the run was started with, unless set, or more than there are cores."""
     if machine.threads is None and folder.record.exists() and distributed.launched() == 1:
-        try:
+        with suppress(UserError, TypeError, ValueError):
             threads = int(folder.read_record().environment.get("threads", 0))
-        except (UserError, TypeError, ValueError):
-            threads = 0
-        if 0 < threads <= distributed.cores():
-            return Machine(machine.device, threads)
+            if 0 < threads <= distributed.cores():
+                return Machine(machine.device, threads)
     return machine

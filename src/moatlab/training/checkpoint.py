@@ -1,6 +1,6 @@
-"""Where a run is, on the disk, and how it starts or resumes from there, to the same bits.
+"""Checkpoints: starting a run, saving it, and resuming it bit for bit.
 
-A checkpoint is atomic, and safe to load: it holds tensors and numbers, nothing that can run.
+They are written atomically and are safe to load: they hold tensors and numbers, no code.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ Weights = dict[str, Tensor]
 
 @dataclass
 class Progress:
-    """All that a run knows beside its weights. Random draws need no state: they are functions of the step."""
+    """The state of a run apart from its weights. Random draws need none: they are functions of the step."""
 
     step: int = 0
     epochs_logged: int = 0
-    history: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl: what the monitor goes by
+    history: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # the lines of events.jsonl
     loss_sum: float = 0.0  # over the steps of the current epoch
-    epoch_skipped: int = 0  # steps of the current epoch that --on-nan skip left out
+    epoch_skipped: int = 0  # steps of the current epoch skipped by --on-nan skip
     skipped: int = 0
     cost: Cost = field(default_factory=Cost)
     healing_cost: Cost = field(default_factory=Cost)  # beyond the plan, because of a collapse
@@ -44,28 +44,27 @@ class Progress:
     monitor_seconds: float = 0.0
     best_epoch: int | None = None
     best_pgd7: float = -1.0
-    best_written: bool = True  # is model_best.safetensors of that epoch?
-    good_epoch: int | None = None  # the last one before a collapse, whose weights a checkpoint keeps
-    kept_epoch: int | None = None  # where the run ends with the weights of an earlier epoch
+    best_written: bool = True  # whether model_best.safetensors is of that epoch
+    good_epoch: int | None = None  # the last one before a collapse; the checkpoint keeps its weights
+    kept_epoch: int | None = None  # set if the final weights are those of an earlier epoch
     alarms: list[int] = field(default_factory=list)  # the epochs of the monitor's alarms
     alarmed: bool = False
-    replaced: bool = False  # the method is the one of --then, for now (heal) or for good (rollback)
+    replaced: bool = False  # --then is the method, until recovery (heal) or to the end (rollback)
     stopped: bool = False  # --on-collapse stop has ended the run
 
 
-COSTS = ("cost", "healing_cost", "monitor_cost")
 COMMENT = b"sha256 "
+SEAL_LENGTH = len(COMMENT) + 64
 
 
 def save_checkpoint(folder: RunFolder, session: Session, progress: Progress, good: Weights | None) -> None:
-    """`good`: the weights of the last good epoch, where a collapse may call for them."""
-    optimizer = session.optimizer
+    """`good`: the weights of the last epoch before a collapse, if the policy may restore them."""
     content = {
         "schema": SCHEMA,
         "identity": session.identity,
         "model": session.model.state_dict(),
         "good": good,
-        "momentum": [optimizer.velocity.get(p) for p in session.model.parameters()],
+        "momentum": [session.optimizer.velocity.get(p) for p in session.model.parameters()],
         "scaler": session.scaler.state_dict(),
         "progress": asdict(progress),
     }
@@ -76,25 +75,18 @@ def save_checkpoint(folder: RunFolder, session: Session, progress: Progress, goo
 
 
 def seal(archive: bytes) -> bytes:
-    """A zip archive, which is what torch.save makes, with a checksum of all of it as its comment."""
-    length = len(COMMENT) + 64
-    archive = archive[:-2] + length.to_bytes(2, "little")
+    """Add a checksum to a zip archive, which is what torch.save writes, as its comment."""
+    archive = archive[:-2] + SEAL_LENGTH.to_bytes(2, "little")
     return archive + COMMENT + hashlib.sha256(archive).hexdigest().encode()
 
 
-def unseal(content: bytes) -> bytes:
-    """The content, if its checksum fits. Nothing in it is looked at before."""
-    archive, comment = content[: -len(COMMENT) - 64], content[-len(COMMENT) - 64 :]
-    if comment != COMMENT + hashlib.sha256(archive).hexdigest().encode():
-        raise ValueError("its checksum does not fit: it is torn or damaged")
-    return content
-
-
 def load_checkpoint(path: Path, session: Session) -> tuple[Progress, Weights | None]:
-    """Put the weights, the momentum and the scale of fp16 gradients back; where the run was, and its good weights."""
-    model = session.model
+    """Load weights, momentum and the scale of fp16 gradients; return the progress and the last good weights."""
     try:
-        file = io.BytesIO(unseal(read_whole(path)))
+        sealed = read_whole(path)
+        if seal(sealed[:-SEAL_LENGTH]) != sealed:  # before anything in it is parsed
+            raise ValueError("its checksum does not fit: it is truncated or damaged")
+        file = io.BytesIO(sealed)
         check_archive(file)
         file.seek(0)
         content = torch.load(file, map_location="cpu", weights_only=True)
@@ -102,30 +94,30 @@ def load_checkpoint(path: Path, session: Session) -> tuple[Progress, Weights | N
             raise UserError(f"{path} has schema {content['schema']}; this version of moatlab reads {SCHEMA}")
         if content["identity"] != session.identity:
             raise ValueError("it is of another run: another recipe, or other data")
-        momentum, state = content["momentum"], content["progress"]
-        progress = Progress(**state | {name: Cost(**state[name]) for name in COSTS})
-        for parameter, buffer in zip(model.parameters(), momentum, strict=True):
-            if buffer is not None and buffer.shape != parameter.shape:
-                raise ValueError("it is of another model")
-        set_weights(model, content["model"], path)
+        state = content["progress"]
+        costs = {name: Cost(**state[name]) for name in ("cost", "healing_cost", "monitor_cost")}
+        pairs = zip(session.model.parameters(), content["momentum"], strict=True)
+        velocity = {parameter: laid_out_like(parameter, buffer) for parameter, buffer in pairs if buffer is not None}
+        progress = Progress(**state | costs)
+        set_weights(session.model, content["model"], path)
         session.scaler.load_state_dict(content["scaler"])
-        for parameter, buffer in zip(model.parameters(), momentum, strict=True):
-            if buffer is not None:
-                session.optimizer.velocity[parameter] = laid_out_like(parameter, buffer)
+        session.optimizer.velocity |= velocity
     except (*UNREADABLE, pickle.UnpicklingError) as error:
         raise UserError(f"the checkpoint {path} can't be read ({first_line(error)})") from None
     return progress, content["good"]
 
 
 def laid_out_like(parameter: Tensor, buffer: Tensor) -> Tensor:
-    """A copy of `buffer` with the strides of `parameter`: fused SGD walks raw memory and never looks at strides."""
+    """A copy of `buffer` with the strides of `parameter`: fused SGD reads raw memory and ignores strides."""
+    if buffer.shape != parameter.shape:
+        raise ValueError("it is of another model")
     copy = torch.empty_like(parameter).copy_(buffer)
     assert copy.stride() == parameter.stride()
     return copy
 
 
 def start_or_resume(session: Session, folder: RunFolder) -> tuple[Progress, Weights | None]:
-    """As the folder says. The first process reads and writes; the others get what it has."""
+    """Resume if the folder has a checkpoint, else start. The first process does it; the others copy its state."""
     begin = _resume if folder.checkpoints else _start
     progress, good, scale = distributed.from_first(lambda: (*begin(session, folder), session.scaler.state_dict()))
     session.scaler.load_state_dict(scale)
@@ -135,9 +127,10 @@ def start_or_resume(session: Session, folder: RunFolder) -> tuple[Progress, Weig
 
 
 def _start(session: Session, folder: RunFolder) -> tuple[Progress, None]:
-    if folder.record.exists():  # it is written after the first checkpoint
+    if folder.record.exists():  # the first checkpoint is written before it
         raise UserError(f"the run in {folder.path} has lost its checkpoint; start again in another folder")
-    folder.write_recipe(session.recipe)
+    with atomic(folder.recipe) as file:
+        file.write(session.recipe.to_toml().encode())
     restore_lines(folder.metrics, [])
     restore_lines(folder.events, [])
     save_checkpoint(folder, session, Progress(), None)
@@ -149,21 +142,18 @@ def _resume(session: Session, folder: RunFolder) -> tuple[Progress, Weights | No
         record = folder.read_record()
         if record.data.get("sha256") != session.images.sha256:
             raise UserError(f"{session.recipe.data} is not the data that the run in {folder.path} was started with")
-        warn_of_a_move(record.environment, environment_of(session))
+        now = environment_of(session)
+        for name in ("device", "precision", "threads", "torch", "cpu"):
+            old, new = (str(one.get(name)).partition(":")[0] for one in (record.environment, now))  # without GPU number
+            if old != new:
+                console.warn(f"the run resumes with another {name} ({new}, not {old}); its last bits may differ")
     except Damaged as error:
         console.warn(f"{error}; it is written again")
-    progress, good = _newest(session, folder)
+    progress, good = _load_newest(session, folder)
     restore_lines(folder.metrics, progress.history)
     restore_lines(folder.events, progress.events)
     console.note(f"resuming {folder.path} at step {progress.step} of {session.total_steps}")
     return progress, good
-
-
-def warn_of_a_move(before: dict[str, Any], now: dict[str, Any]) -> None:
-    for name in ("device", "precision", "threads", "torch", "cpu"):
-        old, new = (str(one.get(name)).partition(":")[0] for one in (before, now))  # whichever GPU it is
-        if old != new:
-            console.warn(f"the run resumes with another {name} ({new}, not {old}); its last bits may differ")
 
 
 def environment_of(session: Session) -> dict[str, Any]:
@@ -171,20 +161,18 @@ def environment_of(session: Session) -> dict[str, Any]:
     return describe_environment() | {"device": str(session.device), "precision": session.precision, "processes": count}
 
 
-def _newest(session: Session, folder: RunFolder) -> tuple[Progress, Weights | None]:
-    """The newest checkpoint that is whole, with its weights and momentum put back.
-
-    A damaged one is put aside, or it would take the place of the whole one when the next is written.
-    """
+def _load_newest(session: Session, folder: RunFolder) -> tuple[Progress, Weights | None]:
+    """Load the newest intact checkpoint. A damaged one is renamed, so that the next save does not replace the intact
+    one with it."""
     failures = []
     for path in folder.checkpoints:
         try:
             found = load_checkpoint(path, session)
         except UserError as error:
             failures.append(str(error))
-            continue
-        if failures:
-            console.warn(f"{failures[0]}; it is put aside, and the one before it is used")
-            folder.checkpoint.replace(folder.checkpoint.with_name("checkpoint_damaged.pt"))
-        return found
+        else:
+            if failures:
+                console.warn(f"{failures[0]}; it is renamed to checkpoint_damaged.pt, and the one before it is used")
+                folder.checkpoint.replace(folder.checkpoint.with_name("checkpoint_damaged.pt"))
+            return found
     raise UserError("; ".join(failures) + "; start again in another folder")

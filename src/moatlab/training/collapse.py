@@ -1,6 +1,7 @@
-"""Catastrophic overfitting: when a run has collapsed, when the alarm is raised, and what is done about it."""
+"""Catastrophic overfitting: detecting a collapse, raising the alarm, acting on it."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -9,51 +10,43 @@ from moatlab.training.checkpoint import Progress, Weights
 from moatlab.training.logbook import Logbook
 from moatlab.training.setup import Session
 
-LOW = 0.05  # pgd7 accuracy that is none
-GAP = 0.10  # of fgsm over pgd7 accuracy
+LOW = 0.05  # pgd7 accuracy that counts as none
+GAP = 0.10  # fgsm minus pgd7 accuracy
 ALIGNED = 0.4  # on mini, robust runs stay above 0.8 after their first epoch, and collapsed ones below 0.3
 
 
 def collapsed_at(checks: Sequence[tuple[int, float]]) -> int | None:
-    """The epoch (counted from 1) from which a run has collapsed, or None. `checks`: epoch and pgd7 accuracy of the
-    comparable ones.
+    """The first epoch e >= 2 (counted from 1) from which pgd7 accuracy stays below max(5 %, a third of its best) at
+    every comparable check to the end, or None. `checks`: epoch and pgd7 accuracy of the comparable ones.
 
-    Collapsed at e >= 2: from e on, at every comparable check to the end, pgd7 accuracy stays below
-    max(5 %, a third of its best). Comparable are all epochs of a one-stage method, and the ends of the last stage of
-    a cycle (within a cycle pgd7 drops at each stage of benign examples, and recovers).
+    Comparable are all epochs of a one-stage method, and the last stage of each cycle: within a cycle pgd7 drops at
+    stages of benign examples and recovers.
     """
-    if not checks:
-        return None
-    floor = max(LOW, max(value for _, value in checks) / 3)
-    collapse = None
-    for epoch, value in checks:
-        if value >= floor:
-            collapse = None
-        elif collapse is None and epoch >= 2:
-            collapse = epoch
-    return collapse
+    floor = max(LOW, max((pgd7 for _, pgd7 in checks), default=0.0) / 3)
+    low = takewhile(lambda check: check[1] < floor, reversed(checks))
+    return min((epoch for epoch, _ in low if epoch >= 2), default=None)
 
 
 def judge(checks: Sequence[Mapping[str, float]]) -> Literal["good", "low", "collapsed"]:
-    """What the last of the comparable checks so far says, while the end is not known.
+    """The state at the last of the comparable checks so far.
 
-    Low: pgd7 is below half of its best so far, or below 5 % after it was not. That alone may be a bad epoch. It is
-    catastrophic overfitting where the loss is bent as well, so that single steps no longer lead to where it is high:
-    fgsm accuracy more than 10 points above pgd7, or gradients at x and at a random start of little alignment.
+    Low: pgd7 is below half of its best so far, or below 5 % after it was above. That alone may be a bad epoch. It is
+    catastrophic overfitting if the loss is also nonlinear in the ball, where single steps fail: fgsm accuracy more
+    than 10 points above pgd7, or gradients at x and at a random start that are poorly aligned.
     """
     now, best = checks[-1], max(check["pgd7"] for check in checks)
     if best < LOW or now["pgd7"] >= max(LOW, best / 2):
         return "good"
-    bent = now["fgsm"] - now["pgd7"] > GAP or now["alignment"] < ALIGNED
-    return "collapsed" if bent else "low"
+    nonlinear = now["fgsm"] - now["pgd7"] > GAP or now["alignment"] < ALIGNED
+    return "collapsed" if nonlinear else "low"
 
 
 class CollapsePolicy:
-    """Acts as the recipe says where a comparable check shows catastrophic overfitting, and where it is over."""
+    """Carries out --on-collapse at catastrophic overfitting, and at the recovery from it."""
 
     def __init__(self, session: Session, progress: Progress, log: Logbook, good: Weights | None) -> None:
         self.session, self.progress, self.log = session, progress, log
-        self.good = good  # the weights of the last good epoch, which a collapse may call for
+        self.good = good  # the weights of the last good epoch
 
     def watch(self) -> None:
         progress, recipe = self.progress, self.session.recipe
@@ -66,12 +59,12 @@ class CollapsePolicy:
         if verdict == "good":
             if progress.alarmed:
                 progress.alarmed = False
-                # Once it has collapsed twice, it would again: then it is healed to the end.
+                # After a second collapse a third is likely: heal to the end.
                 if recipe.on_collapse == "heal" and len(progress.alarms) == 1:
                     progress.replaced = False
                 method = self.session.then if progress.replaced else self.session.method
-                resumes = f"; on with {method}" if recipe.on_collapse == "heal" else ""
-                self.log.event("recovered", f"robustness is back at epoch {epoch}: {shown}{resumes}", **facts)
+                resumes = f"; continuing with {method}" if recipe.on_collapse == "heal" else ""
+                self.log.event("recovered", f"robustness recovered at epoch {epoch}: {shown}{resumes}", **facts)
             if recipe.on_collapse != "warn":
                 weights = self.session.model.state_dict()
                 self.good = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
@@ -80,29 +73,28 @@ class CollapsePolicy:
             if not progress.alarmed:
                 progress.alarms.append(epoch)
             what = f"robustness collapsed at epoch {epoch}: {shown}, alignment {now['alignment']:.2f}"
-            action = self._act()
-            self.log.event("collapse", f"{what}; {action}", **facts, action=recipe.on_collapse)
+            self.log.event("collapse", f"{what}; {self._act()}", **facts, action=recipe.on_collapse)
 
     def _act(self) -> str:
-        """Do what the recipe says, and return what was done."""
+        """Carry out the policy, and return a description of it."""
         progress, recipe, policy = self.progress, self.session.recipe, self.session.recipe.on_collapse
         if policy == "warn":
             progress.alarmed = True
-            return "--on-collapse stop, rollback or heal would act on it"
+            return "training continues; --on-collapse can stop, rollback or heal"
         if policy == "stop" or progress.step == self.session.total_steps:
-            self._go_back()
+            self._restore()
             progress.stopped, progress.kept_epoch = True, progress.good_epoch
             return f"ended with the model of epoch {progress.good_epoch}"
         progress.replaced = True
         if policy == "heal":
             progress.alarmed = True
-            return f"healing with {recipe.then} until it is back"
-        self._go_back()
-        return f"back to the model of epoch {progress.good_epoch}, and on with {recipe.then}"
+            return f"healing with {recipe.then} until it recovers"
+        self._restore()
+        return f"back to the model of epoch {progress.good_epoch}, continuing with {recipe.then}"
 
-    def _go_back(self) -> None:
-        """The weights of the last good epoch, with the momentum at rest."""
-        assert self.good is not None  # an alarm needs a check that was better
+    def _restore(self) -> None:
+        """Load the weights of the last good epoch; momentum reset to zero."""
+        assert self.good is not None  # an alarm needs an earlier check that was better
         self.session.model.load_state_dict(self.good)
         torch.clear_autocast_cache()
         for velocity in self.session.optimizer.velocity.values():

@@ -1,4 +1,4 @@
-"""What a run reports on its way: rows on the terminal, lines in metrics.jsonl and events.jsonl, TensorBoard."""
+"""Progress of a run: the bar, rows on the terminal, lines in metrics.jsonl and events.jsonl, TensorBoard."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -9,11 +9,12 @@ from torch import Tensor
 from moatlab.runtime import console, distributed
 from moatlab.runtime.files import append_line
 from moatlab.training.checkpoint import Progress
+from moatlab.training.monitor import PASSES
 from moatlab.training.recipe import Recipe
 from moatlab.training.run_folder import RunFolder
 from moatlab.training.setup import Session
 
-FEW_STEPS = 100  # of a whole run
+FEW_STEPS = 100  # in a whole run
 ROW = "{:>5} {:<11} {:>7} {:>6} {:>6} {:>6} {:>6} {:>6} {:>7} {:>8}"
 SCALARS = ("lr", "loss", "clean", "fgsm", "pgd7", "alignment", "passes", "train_seconds", "monitor_seconds")
 
@@ -21,13 +22,10 @@ SCALARS = ("lr", "loss", "clean", "fgsm", "pgd7", "alignment", "passes", "train_
 class Logbook:
     def __init__(self, folder: RunFolder, progress: Progress) -> None:
         self.folder, self.progress = folder, progress
-        self.board: Any = None  # TensorBoard's writer, once there is an epoch to write
+        self.board: Any = None  # TensorBoard's writer, after the first epoch
 
     def epoch(self, line: dict[str, Any], examples: Sequence[Tensor] = ()) -> None:
-        """The one line of an epoch. What follows relies on it: if it can't be written, this raises.
-
-        `examples` are some images, and as many adversarial ones, for TensorBoard.
-        """
+        """Write the line of an epoch, or raise NotWritten. `examples`: clean and adversarial images for TensorBoard."""
         if distributed.is_first():
             append_line(self.folder.metrics, line)
         self.progress.history.append(line)
@@ -51,14 +49,14 @@ class Logbook:
         self.board.flush()
 
     def end(self, recipe: Recipe, measured: dict[str, float]) -> None:
-        """The recipe beside what it led to, as TensorBoard's hyperparameters."""
+        """The recipe and its results, as TensorBoard's hyperparameters."""
         if self.board:
             fields = {name: value for name, value in recipe if isinstance(value, str | int | float)}
             results = {f"test/{name}": value for name, value in measured.items()}
             self._to_board(lambda: self.board.add_hparams(fields, results, run_name="."))
 
     def event(self, name: str, message: str, **facts: Any) -> None:
-        """Something that a person should know of, and find again later."""
+        """A warning that is also kept in events.jsonl."""
         progress = self.progress
         line = {"event": name, "step": progress.step, "epochs": progress.epochs_logged, "message": message, **facts}
         console.warn(message)
@@ -69,7 +67,7 @@ class Logbook:
             self._to_board(lambda: self.board.add_text("events", message, progress.epochs_logged))
 
     def _to_board(self, write: Callable[[], Any]) -> None:
-        """TensorBoard is a convenience: where it can't write, the run continues without it."""
+        """TensorBoard is optional: if it can't write, the run continues without it."""
         try:
             write()
         except OSError as error:
@@ -81,23 +79,45 @@ class Logbook:
             self._to_board(self.board.close)
 
 
+class RunBar(console.Bar):
+    """Progress in passes over the training set, those of the monitor included."""
+
+    def __init__(self, session: Session, progress: Progress) -> None:
+        recipe = session.recipe
+        self.session, self.progress = session, progress
+        self.per_image = PASSES / (session.steps_per_epoch * recipe.batch_size)  # of the monitor
+        watched = recipe.epochs * len(session.watched_y) + len(session.images.test_y)
+        total = session.method.cost(recipe.epochs).passes + watched * self.per_image
+        super().__init__(recipe.method, total, self.work())
+
+    def work(self, images_watched: int = 0) -> float:
+        """The part of the plan that is done, without healing, which is not planned."""
+        progress, session = self.progress, self.session
+        passes = (progress.cost.passes - progress.healing_cost.passes) / session.steps_per_epoch
+        return passes + (progress.epochs_logged * len(session.watched_y) + images_watched) * self.per_image
+
+    def show(self, images_watched: int = 0) -> None:
+        session, step = self.session, self.progress.step
+        stage = session.stage_at(min(step, session.total_steps - 1), self.progress.replaced)
+        epoch = min(step // session.steps_per_epoch + 1, session.recipe.epochs)
+        title = f"epoch {epoch}/{session.recipe.epochs} {stage}"
+        self.update(self.work(images_watched), f"step {step}/{session.total_steps}", title=title)
+
+
 def announce(session: Session) -> None:
     recipe, method, epochs = session.recipe, session.method, session.recipe.epochs
+    steps, size, images = session.steps_per_epoch, recipe.batch_size, len(session.batches.y)
     cycle = f" = {method}" if str(method) != recipe.method else ""
-    passes = method.cost(epochs).passes
-    console.note(f"{recipe.method}{cycle}: {passes:g} passes over {len(session.batches.y):,} training images")
+    console.note(f"{recipe.method}{cycle}: {method.cost(epochs).passes:g} passes over {images:,} training images")
     console.note(recipe.setting)
     if session.images.note:
         console.note(f"{session.images.name}: {session.images.note}")
-    steps, size, images = session.steps_per_epoch, recipe.batch_size, len(session.batches.y)
     if steps * epochs < FEW_STEPS:
-        smaller = f"a smaller --batch-size than {size}, or " if steps < 10 and size > 8 else ""
-        console.warn(
-            f"{steps * epochs} steps in all, {steps} an epoch, are few: {smaller}more --epochs would train further"
-        )
+        smaller = f"a --batch-size below {size} or " if steps < 10 and size > 8 else ""
+        console.warn(f"only {steps * epochs} steps in all, {steps} per epoch; use {smaller}more --epochs")
     elif steps * size < 0.9 * images:
-        console.warn(f"an epoch has {steps} batches of {size} and leaves {images - steps * size} images out")
-    console.note(f"after each epoch, on {len(session.watched_y):,} {recipe.watched}: accuracy in %, plain and attacked")
+        console.warn(f"an epoch of {steps} batches of {size} leaves out {images - steps * size} images")
+    console.note(f"accuracy in % after each epoch, on {len(session.watched_y):,} {recipe.watched}:")
     if not method.ends_cycle(epochs - 1):
         last, better = method.stage_at(epochs - 1, epochs), method.epochs_to_end_of_cycle(epochs)
         console.warn(f"{epochs} epochs end at the stage {last}; --epochs {better} would end at the cycle's last stage")

@@ -1,4 +1,4 @@
-"""Watches a run for catastrophic overfitting: accuracy on plain, FGSM and PGD-7 examples after each epoch."""
+"""Accuracy on clean, FGSM and PGD-7 examples after each epoch, to detect catastrophic overfitting."""
 
 from collections.abc import Callable
 
@@ -15,10 +15,10 @@ from moatlab.runtime import distributed
 from moatlab.runtime.device import full_precision
 from moatlab.runtime.randomness import generator
 
-BATCH = 250  # images that share their draws, and go through the model at once if they are small
+BATCH = 250  # images that share a generator, and a forward if they are small
 SMALL_IMAGE = 3 * 32 * 32
-SHOWN = 8  # images that may be kept to be looked at
-PASSES = 9.5  # 11 forwards and 8 input-backwards for an image
+SHOWN = 8  # images kept for display
+PASSES = 9.5  # per image: 11 forwards and 8 input backwards
 
 
 def measure(
@@ -33,16 +33,15 @@ def measure(
     keep: list[Tensor] | None = None,
     shared: bool = False,
 ) -> dict[str, float]:
-    """Accuracies as fractions, in eval mode: `clean`; `fgsm`, one step of eps from x; `pgd7`, seven steps of eps/4
-    from one random start, the last iterate. x is bytes (N, H, W, C), or floats (N, C, H, W) in [0, 1]. The starts
-    depend on the seed and the image only, so that two epochs, and two methods, are compared on the same ones. `tick`
-    is called with the number of images done, and may raise. `keep` gets the first images, then their PGD-7 examples.
+    """Accuracies as fractions, in eval mode: `clean`; `fgsm`, one step of eps from x; `pgd7`, the last iterate of seven
+    steps of eps/4 from a random start. x is bytes (N, H, W, C), or floats (N, C, H, W) in [0, 1]. The starts depend on
+    the seed and the image only, so that epochs and methods are compared on the same ones.
 
-    `alignment` is the mean cosine of the loss's gradients at x and at that start (Andriushchenko and Flammarion, 2020):
-    where it is near 0 the loss is bent within the ball, and one step along the gradient at x says nothing. Both
-    gradients are needed anyway.
+    `alignment` is the mean cosine of the loss's gradients at x and at that start (Andriushchenko and Flammarion, 2020).
+    Near 0 the loss is nonlinear within the ball, and a single step along the gradient at x fails.
 
-    `shared`: connected processes, which all call this with all of the images, share the work; each gets the result.
+    `tick` is called with the number of images done, and may raise. `keep` gets the first images, then their PGD-7
+    examples. `shared`: all processes call this with all images, share the work, and get the same result.
     """
     threat = Threat.of(eps, norm)
     eps = threat.eps
@@ -53,7 +52,7 @@ def measure(
         blocks = range(0, len(y), BATCH)
         for begin in blocks[distributed.share(len(blocks))] if shared else blocks:
             images, labels = as_floats(x[begin : begin + BATCH]), y[begin : begin + BATCH]
-            images = images.contiguous(memory_format=torch.channels_last)  # draws follow the memory
+            images = images.contiguous(memory_format=torch.channels_last)  # noise is drawn in memory order
             draws = generator(seed, "monitor", begin // BATCH, device=y.device)
             start = threat.project(images + threat.noise(images, draws), images)
             gradient, _logits = probe.gradient(images, labels)
@@ -70,5 +69,4 @@ def measure(
     if shared:
         right, misaligned = distributed.summed(right), distributed.summed(misaligned)
     clean, single, multi = (count / len(y) for count in right.tolist())
-    alignment = 1 - misaligned.item() / len(y)
-    return {"clean": clean, "fgsm": single, "pgd7": multi, "alignment": alignment}
+    return {"clean": clean, "fgsm": single, "pgd7": multi, "alignment": 1 - misaligned.item() / len(y)}

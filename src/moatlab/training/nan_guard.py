@@ -1,4 +1,4 @@
-"""Is the loss, a gradient or a weight no longer a number? Noted on the device at every step, asked for now and then."""
+"""Detects NaN and infinite losses, gradients and weights. Recorded on the device each step, read now and then."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -11,25 +11,24 @@ from moatlab.training.checkpoint import Progress
 from moatlab.training.logbook import Logbook
 from moatlab.training.setup import Session
 
-LOOK_STEPS = 50  # how often an accelerator, which would have to wait, is asked; the CPU is asked at every step
-SMALLEST_SCALE = 1e-3  # of fp16 gradients; it begins at 65536 and is halved at each overflow
+LOOK_STEPS = 50  # between two reads from a GPU, which make it wait; on a CPU every step is read
+SMALLEST_SCALE = 1e-3  # of fp16 gradients; it starts at 65536 and is halved at each overflow
 
 
 class NanGuard:
-    """Lets the optimizer update the weights only by gradients that are finite.
+    """Keeps gradients that are not finite from changing the model.
 
-    With `--on-nan stop` the first step that has others is the last; with `skip` it is as if it had not been: neither
-    weights, momentum nor BatchNorm's statistics move. In fp16 gradients overflow now and then by design; PyTorch's
-    GradScaler leaves such steps out by itself, and only a loss that is not finite counts here.
+    `--on-nan stop` ends the run at the first such step; `skip` leaves weights, momentum and BatchNorm's statistics as
+    they were before it. In fp16, gradients overflow by design and GradScaler skips those steps; only the loss counts.
     """
 
     def __init__(self, session: Session, progress: Progress, log: Logbook) -> None:
         self.session, self.progress, self.log = session, progress, log
         self.skipping = session.recipe.on_nan == "skip"
         self.trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
-        # By name, for a model may put another tensor in a buffer's place. One may hold -inf by design, as masks do.
+        # By name: a model may replace the tensor of a buffer. Some buffers hold -inf by design, such as masks.
         self.finite_at_first = [name for name, tensor in self.state().items() if bool(all_finite([tensor]))]
-        self.bad = torch.zeros(session.steps_per_epoch, dtype=torch.bool, device=session.device)  # steps of an epoch
+        self.bad = torch.zeros(session.steps_per_epoch, dtype=torch.bool, device=session.device)  # by step of the epoch
         self.before: dict[str, Tensor] = {}
 
     def state(self) -> dict[str, Tensor]:
@@ -40,19 +39,17 @@ class NanGuard:
         self.before = {name: buffer.detach().clone() for name, buffer in buffers}
 
     def hold_back(self, step: int, loss: Tensor) -> Tensor:
-        """Keep the optimizer's next step from doing anything where the loss or a gradient is not finite; is it so?
-
-        PyTorch's fused SGD does nothing where `found_inf` is 1, so that nobody has to wait for the answer.
-        """
+        """Whether the loss or a gradient is not finite. If so, the optimizer's next step does nothing: fused SGD reads
+        `found_inf` on the device, without a synchronisation."""
         bad = ~torch.isfinite(loss)
-        if not self.session.scaler.is_enabled():  # where it is, it looks at the gradients itself
+        if not self.session.scaler.is_enabled():  # else it checks the gradients itself
             bad |= ~all_finite(parameter.grad for parameter in self.trained if parameter.grad is not None)
             self.session.optimizer.found_inf = (bad if self.skipping else bad | self.bad.any()).float()
         self.bad[step % len(self.bad)] = bad
         return bad
 
     def restore_buffers(self, bad: Tensor) -> None:
-        """Those of before a bad step, where such steps are skipped."""
+        """Undo what a skipped step did to the buffers."""
         with torch.no_grad():
             for name, buffer in self.session.model.named_buffers() if self.before else ():
                 if name in self.before:
@@ -62,7 +59,7 @@ class NanGuard:
         return self.session.device.type == "cpu" or (step + 1) % LOOK_STEPS == 0
 
     def look(self) -> None:
-        """Nothing is measured or saved once a weight or a running statistic is not a number."""
+        """Report bad steps. Raise RunFailed for `--on-nan stop`, and if a weight or a buffer is no longer finite."""
         session, progress = self.session, self.progress
         epoch_begun = (progress.step - 1) // session.steps_per_epoch * session.steps_per_epoch
         bad_steps: list[int] = self.bad.nonzero().flatten().tolist()
@@ -71,8 +68,8 @@ class NanGuard:
             step = epoch_begun + number
             stage, images = session.stage_at(step, progress.replaced), session.batches.numbers(step).tolist()
             shown = ", ".join(map(str, images[:3])) + (f" and {len(images) - 3} more" if len(images) > 3 else "")
-            where = session.where(step, progress.replaced)
-            what = f"the loss or a gradient became NaN or infinite at {where}, images {shown}"
+            what = f"the loss or a gradient became NaN or infinite at {session.where(step, progress.replaced)}"
+            what += f", images {shown}"
             facts = {"at_step": step + 1, "stage": str(stage), "lr": session.learning_rate(step), "images": images}
             with suppress(NotWritten):
                 self.log.event("nan", f"{what}; {session.recipe.on_nan}", **facts)
@@ -80,27 +77,19 @@ class NanGuard:
                 raise self.failure(what)
             progress.skipped += 1
             progress.epoch_skipped += 1
-        if progress.step and not self.weights_are_finite():
+        state = self.state()
+        if progress.step and not bool(all_finite(state[name] for name in self.finite_at_first)):
             where = session.where(progress.step - 1, progress.replaced)
             raise self.failure(f"the weights are no longer finite after {where}")
         if session.precision == "fp16" and session.scaler.get_scale() < SMALLEST_SCALE:
-            raise self.failure(
-                "the gradients do not fit into fp16, and steps are skipped: use --precision bf16 or fp32"
-            )
+            raise self.failure("the gradients overflow in fp16: use --precision bf16 or fp32")
 
     def failure(self, what: str) -> RunFailed:
-        kept = f"the last good checkpoint is kept in {self.log.folder.path}"
-        return RunFailed(f"{what}; {kept}, and a lower --lr in a new folder may help")
-
-    def weights_are_finite(self) -> bool:
-        state = self.state()
-        return bool(all_finite(state[name] for name in self.finite_at_first))
+        return RunFailed(f"{what}; a lower --lr may help (the last good checkpoint is kept in {self.log.folder.path})")
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """By sums, which a NaN or an infinity carries through: on a CPU a hundredth of the time of looking for the largest.
-
-    Numbers beyond 1e30 may add up to infinity themselves; no model trains with such.
-    """
+    """By sums, which NaN and infinity propagate through: on a CPU a hundred times faster than a maximum. Values beyond
+    1e30 may sum to infinity; no model trains with those."""
     sums = [tensor.detach().sum(dtype=torch.float32) for tensor in tensors if tensor.is_floating_point()]
     return torch.stack(sums).isfinite().all() if sums else torch.tensor(True)

@@ -6,26 +6,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-FUSED = ("cpu", "cuda")  # where the fused kernel is known to look at `found_inf`
+FUSED = ("cpu", "cuda")  # where the fused kernel is known to respect `found_inf`
 
 
 class Sgd:
     """v <- momentum v + (gradient + weight_decay p), p <- p - lr v: torch.optim.SGD(fused=True), bit for bit.
 
-    That class imports PyTorch's compiler when it is made, which takes two seconds of every run's start; the function
-    behind it does not. GradScaler sets `grad_scale` and `found_inf` on what has the third of the names below, and
-    deletes them after the step.
+    Creating that class imports PyTorch's compiler, which adds two seconds to the start of every run; the function
+    behind it does not. GradScaler sets `grad_scale` and `found_inf` if the third name below exists, and deletes them
+    after the step.
     """
 
-    grad_scale: Tensor  # both may not be there; where `found_inf` is 1, a step does nothing
-    found_inf: Tensor
+    grad_scale: Tensor  # both may be missing
+    found_inf: Tensor  # if it is 1, a step does nothing
     _step_supports_amp_scaling = True
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, momentum: float, weight_decay: float) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.param_groups = [{"params": self.parameters}]  # the name that GradScaler reads
-        # Zeros, not left out: PyTorch would leave a new buffer unwritten where fp16 overflows in the first step.
+        self.param_groups = [{"params": self.parameters}]  # read by GradScaler
+        # Zeros instead of None: PyTorch would leave a new buffer uninitialised if fp16 overflows in the first step.
         self.velocity = {p: torch.zeros_like(p, requires_grad=False) for p in self.parameters if momentum}
 
     def zero_grad(self) -> None:
@@ -53,4 +53,4 @@ class Sgd:
             grad_scale=scale if fused else None,
             found_inf=found_inf if fused else None,
         )
-        torch.clear_autocast_cache()  # or a model with an autocast of its own might use the weights of before
+        torch.clear_autocast_cache()  # a model with its own autocast might use the old weights

@@ -1,4 +1,4 @@
-"""The settings that a recipe starts from, by name."""
+"""Named settings that a recipe starts from."""
 
 from pathlib import Path
 from typing import Any

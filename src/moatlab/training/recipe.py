@@ -1,7 +1,7 @@
-"""A recipe is everything that defines the mathematics of a run: validated, printable, loadable.
+"""A recipe is everything that defines the mathematics of a run. On one machine, equal recipes give equal bits.
 
-It is made in layers: a preset, then a file, then explicit options; the later layer wins. Threads and device are the
-machine's: they are in the run's record. On one machine, equal recipes give equal bits.
+It is made in layers: a preset, then a file, then explicit options; later layers win. Threads and device belong to the
+machine and are in the run's record.
 """
 
 import hashlib
@@ -9,10 +9,10 @@ import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from moatlab.attacks.norms import NORM_NAMES, Threat
 from moatlab.methods.language import Method, parse_method
@@ -21,23 +21,29 @@ from moatlab.runtime.errors import UserError, did_you_mean, needs_trust
 from moatlab.runtime.files import SCHEMA, read_whole
 from moatlab.training.presets import PRESETS, default_preset
 
+Deviation = Annotated[float, Field(gt=1e-6, allow_inf_nan=False)]
+
 
 class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    method: str = Field(description="what to train with, for example moat:2")
+    method: str = Field(description="training method, for example moat:2")
     data: str = Field(description="mini, cifar10, cifar100, or a folder of images in folders of classes")
     model: str = Field(description="preact_resnet18, another built-in network, or package.module:factory")
-    # Below one vector of channels, oneDNN's kernels are slow and (see PreActBlock) not to be trusted.
+    # Below one vector of channels, oneDNN's kernels are slow and unsafe (see PreActBlock).
     width: int = Field(description="channels of the first block (64 in the paper)", ge=8, le=1024)
     shortcut: Literal["activated", "raw"] = Field(description="a block's shortcut convolution sees relu(bn1(x)), or x")
     final_norm: bool = Field(description="a last BatchNorm and ReLU before the classifier")
-    std: tuple[float, ...] | None = Field(None, description="the model divides by these  [default: the data's]")
-    init: str | None = Field(None, description="start from the weights in this run or .safetensors file")
-    schedule: Literal["cyclic", "stepwise"] = Field(description="the learning rate's course")
+    std: tuple[Deviation, ...] | None = Field(
+        None, min_length=1, description="divisors of the channels, with commas between them  [default: the data's]"
+    )
+    init: str | None = Field(None, description="start from the weights of this run or .safetensors file")
+    schedule: Literal["cyclic", "stepwise"] = Field(description="learning rate schedule")
     epochs: int = Field(description="passes over the training images", ge=1, le=100_000)
-    eps: str = Field(description="radius of the ball, in pixels scaled to [0,1], for example 8/255")
-    norm: Literal["linf", "l2"] = Field("linf", description="the norm of the ball that attacks search")
+    eps: Annotated[str, StringConstraints(strip_whitespace=True)] = Field(
+        description="radius of the ball, for pixels in [0,1], for example 8/255"
+    )
+    norm: Literal["linf", "l2"] = Field("linf", description="norm of the ball")
     lr: float = Field(description="highest learning rate", gt=0, allow_inf_nan=False)
     momentum: float = Field(description="momentum of SGD", ge=0, lt=1)
     weight_decay: float = Field(description="weight decay of SGD, on all parameters", ge=0, allow_inf_nan=False)
@@ -47,25 +53,18 @@ class Recipe(BaseModel):
     holdout: int = Field(description="training images held out to watch the run", ge=0)
     monitor: Literal["holdout", "train", "test"] = Field(description="images watched after each epoch")
     seed: int = Field(description="decides every random draw", ge=0, lt=2**63)
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="of the model; auto is bf16 on GPUs that have it, else fp32"
-    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on new GPUs, else fp32")
     on_collapse: Literal["warn", "stop", "rollback", "heal"] = Field(
-        "warn", description="warn, end with the last good epoch, go back to it, or heal with --then"
+        "warn", description="warn, stop or roll back to the last good epoch, or heal with --then"
     )
-    then: str = Field("pgd:2", description="the method after a rollback, or the multi-step stage that heals")
-    on_nan: Literal["stop", "skip"] = Field("stop", description="what to do at a step that is not finite")
-    deterministic: bool = Field(False, description="the same bits on a GPU too, with slower kernels")
+    then: str = Field("pgd:2", description="method after a rollback, or multi-step stage that heals")
+    on_nan: Literal["stop", "skip"] = Field("stop", description="action at a NaN or infinite loss or gradient")
+    deterministic: bool = Field(False, description="reproducible bits on a GPU too, with slower kernels")
 
     @field_validator("method", "then")
     @classmethod
     def _method_can_be_parsed(cls, spec: str) -> str:
         return parse_method(spec).spec
-
-    @field_validator("eps")
-    @classmethod
-    def _eps_without_spaces(cls, text: str) -> str:
-        return text.strip()
 
     @model_validator(mode="after")
     def _eps_is_a_radius(self) -> Self:
@@ -77,13 +76,6 @@ class Recipe(BaseModel):
     def _std_from_text(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value
 
-    @field_validator("std")
-    @classmethod
-    def _std_is_positive(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if value is not None and not (value and all(1e-6 < number < math.inf for number in value)):
-            raise ValueError("must be positive numbers with commas between them")
-        return value
-
     @property
     def parsed_method(self) -> Method:
         return parse_method(self.method)
@@ -94,11 +86,10 @@ class Recipe(BaseModel):
 
     @property
     def setting(self) -> str:
-        """The conditions of a result in one line; BatchNorm's mode is among them because the outcome can hang on it."""
+        """The conditions of a result in one line, BatchNorm's mode included, because results can depend on it."""
         width = "" if self.names_code else f" width {self.width}"
         return (
-            f"{self.data}, {self.model}{width}, eps {self.eps} ({NORM_NAMES[self.norm]}), "
-            f"{self.epochs} epochs, "
+            f"{self.data}, {self.model}{width}, eps {self.eps} ({NORM_NAMES[self.norm]}), {self.epochs} epochs, "
             f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
             f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
             + (f", {self.precision}" if self.precision not in ("auto", "fp32") else "")
@@ -108,12 +99,12 @@ class Recipe(BaseModel):
 
     @property
     def watched(self) -> str:
-        """The images whose accuracies are measured after each epoch, for a person."""
+        """The images measured after each epoch, as named in messages."""
         return {"holdout": "held-out images", "train": "training images", "test": "test images"}[self.monitor]
 
     @property
     def names_code(self) -> bool:
-        """Whether the model is somebody's own, which is made by importing what the recipe names."""
+        """Whether the model is a user's own, which is built by importing its code."""
         return ":" in self.model
 
     @property
@@ -132,10 +123,10 @@ def make_recipe(
     trust_model_code: bool = False,
     **options: Any,
 ) -> Recipe:
-    """A recipe from a preset, a recipe file and explicit options, the later winning over the earlier.
+    """A recipe from a preset, a recipe file and explicit options; later ones win.
 
-    A file that names a model of somebody's own (`package.module:factory`) has code imported when it is trained: it is
-    refused, unless the model is named as an option, too, or the file is said to be trusted.
+    A file that names a user's own model (`package.module:factory`) makes training import that code. It is refused
+    unless the model is also given as an option, or `trust_model_code` is true.
 
     >>> make_recipe("moat:2", epochs=3).eps
     '16/255'
@@ -148,7 +139,7 @@ def make_recipe(
     if "eps" in given:
         given["eps"] = str(given["eps"])  # a number, from Python
     if given.get("norm", layers.get("norm", "linf")) != layers.get("norm", "linf"):
-        layers.pop("eps", None)  # a radius of one norm means nothing in another
+        layers.pop("eps", None)  # a radius has no meaning in another norm
     layers |= given
     if method is not None:
         layers["method"] = method
@@ -162,24 +153,21 @@ def make_recipe(
         if isinstance(fields.get(name), str):
             fields[name] = _with_defaults_at(fields[name], fields)
     if str(fields["model"]).startswith("wide_resnet") and "width" not in layers:
-        fields["width"] = int(fields["width"]) * 5 // 2  # ten times its stem of 16, where others have 64
+        fields["width"] = int(fields["width"]) * 5 // 2  # 160 = 10 * 16 channels, against 64 of the others
     fields.setdefault("monitor", "holdout" if str(fields["holdout"]) != "0" else "train")
     fields.setdefault("epochs", _paper_epochs(fields))
     recipe = _validated(fields)
     if recipe.monitor == "holdout" and recipe.holdout == 0:
-        raise UserError("--monitor holdout needs held-out images; give --holdout 1000, or --monitor train")
+        raise UserError("--monitor holdout needs held-out images; use --holdout 1000 or --monitor train")
     if recipe.monitor == "test" and recipe.on_collapse != "warn":
-        raise UserError(
-            f"--on-collapse {recipe.on_collapse} would let the test images decide how the run goes; "
-            "watch others, with --monitor holdout or train"
-        )
+        raise UserError(f"--on-collapse {recipe.on_collapse} must not use test images; add --monitor holdout or train")
     if recipe.on_collapse == "heal" and {stage.name for stage in parse_method(recipe.then).stages} != {"pgd"}:
-        raise UserError(f"--then {recipe.then}: healing takes multi-step stages, such as pgd:2")
+        raise UserError(f"--then {recipe.then}: healing needs multi-step stages, such as pgd:2")
     return recipe
 
 
 def _with_defaults_at(spec: str, fields: dict[str, Any]) -> str:
-    """The spec with the arguments filled in whose default depends on the radius, which is known for L-inf only."""
+    """Fill in the arguments whose default depends on the radius; these defaults are known for L-inf only."""
     for stage, entry in STAGES.items():
         if entry.argument and entry.argument.at_eps and fields.get("norm", "linf") == "linf":
             value = entry.argument.at_eps(Threat.of(fields["eps"]).eps)
@@ -188,7 +176,7 @@ def _with_defaults_at(spec: str, fields: dict[str, Any]) -> str:
 
 
 def _paper_epochs(fields: dict[str, Any]) -> int:
-    """60 epochs, or 200 step-wise; there cycles train on to their last stage (201), which 200 would miss."""
+    """60 epochs; 200 for stepwise, rounded up to whole cycles (201 for three stages)."""
     if fields["schedule"] != "stepwise":
         return 60
     length = len(parse_method(str(fields["method"])).stages)
@@ -215,12 +203,12 @@ def option_name(field: str) -> str:
 
 
 def read_recipe_file(path: Path) -> dict[str, Any]:
-    """The fields in a recipe file (`recipe.toml` of a run, or a part of one written by hand)."""
+    """The fields of a recipe file: `recipe.toml` of a run, or one with fewer fields, written by hand."""
     try:
         fields = tomllib.loads(read_whole(path).decode())
     except OSError as error:
         raise UserError(f"the recipe {path} can't be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of tomllib, of a wrong encoding, of a number without end
+    except (ValueError, RecursionError) as error:  # bad syntax, a wrong encoding, an endless number
         raise UserError(f"the recipe {path} is not valid TOML: {error}") from None
     schema = fields.pop("schema", SCHEMA)
     if schema != SCHEMA:
@@ -231,7 +219,7 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """The whole recipe that a run left in its folder."""
+    """The complete recipe in the folder of a run."""
     fields = read_recipe_file(path)
     try:
         return _validated(fields)
@@ -240,12 +228,12 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def slug(text: str) -> str:
-    """A spec or a path as part of a folder's name: `imoat:2,5,8` -> `imoat-2-5-8`."""
+    """Text as part of a folder's name: `imoat:2,5,8` -> `imoat-2-5-8`."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.") or "run"
 
 
 def default_name(recipe: Recipe, preset: str | None, methods: str | None = None) -> str:
-    """`moat-2_mini_s0`: the method, the data (or mini's longer sister), the seed."""
+    """Method, data (or the preset of mini) and seed: `moat-2_mini_s0`."""
     preset = preset or default_preset(recipe.data)
     where = preset if recipe.data == "mini" else Path(recipe.data).name
     return f"{slug(methods or recipe.method)}_{slug(where)}_s{recipe.seed}"

@@ -1,11 +1,9 @@
-"""A run is a folder: these are its files.
+"""The folder of a run, and the files that training writes there.
 
-recipe.toml     what the run is                    checkpoint.pt            where it is, to resume bit for bit
-run.json        how it went (`RunRecord`)          checkpoint_previous.pt   where it was before
-metrics.jsonl   one line per epoch                 model.safetensors        the model; `moatlab.load` needs nothing else
-events.jsonl    what happened: alarms and the like model_best.safetensors   the best epoch on held-out images
-
-Beside them are cards (eval.json), a portrait, an outcome (of `moat reproduce`) and a page.
+recipe.toml     settings of the run                checkpoint.pt            state, to resume bit for bit
+run.json        results (`RunRecord`)              checkpoint_previous.pt   the checkpoint before it
+metrics.jsonl   one line per epoch                 model.safetensors        the model, all that `moatlab.load` needs
+events.jsonl    alarms and other events            model_best.safetensors   the best epoch on held-out images
 """
 
 import hashlib
@@ -18,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.runtime.errors import Damaged, UserError
-from moatlab.runtime.files import RunFile, atomic, locked, read_json, read_whole, remove_leftovers, write_json
+from moatlab.runtime.files import RunFile, locked, read_json, read_whole, remove_leftovers, write_json
 from moatlab.training.recipe import Recipe, load_recipe, option_name
 
-LOGS = {".log", ".txt", ".out", ".err"}  # a job's own output may be in the run's folder
+LOGS = {".log", ".txt", ".out", ".err"}  # the output of a job may be in the run's folder
 
 
 @dataclass
 class RunRecord:
-    """What `run.json` holds. Accuracies are fractions; `planned` and `counted` costs are in passes over the training
-    set; `monitoring` is in calls of the model, each on up to 250 images. `environment` names threads and device."""
+    """The content of `run.json`. Accuracies are fractions; `planned` and `counted` costs are passes over the training
+    set; `monitoring` is in calls of the model, each on up to 250 images. `environment` has threads and device."""
 
     status: str  # running, stopped (by --max-steps), interrupted, failed, finished
-    recipe: str  # the checksum of its recipe
+    recipe: str  # checksum of the recipe
     method: str
     cycle: str
     epochs: int
@@ -46,8 +44,8 @@ class RunRecord:
     train_seconds: float = 0.0
     monitor_seconds: float = 0.0
     best: dict[str, float] | None = None
-    model: str | None = None  # the checksum in model.safetensors
-    metrics: str | None = None  # the checksum of metrics.jsonl, once it is whole
+    model: str | None = None  # checksum in model.safetensors
+    metrics: str | None = None  # checksum of metrics.jsonl, once complete
     collapsed_at: int | None = None
     alarms: list[int] = field(default_factory=list)
     kept_epoch: int | None = None
@@ -70,12 +68,12 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Those that exist, the newest first."""
+        """The existing ones, newest first."""
         return [path for path in (self.checkpoint, self.previous_checkpoint) if path.exists()]
 
     @contextmanager
     def for_one_process(self) -> Iterator[None]:
-        """The folder, made if need be, while no other process may work in it. Removed where it came to nothing."""
+        """Create and lock the folder. Remove it again if it is new and no checkpoint was written."""
         made = not self.path.exists()
         files = (self.recipe, self.record, self.metrics, self.events, self.checkpoint, self.model, self.best_model)
         with locked(self.path):
@@ -94,7 +92,7 @@ class RunFolder:
         try:
             return RunRecord(**read_json(self.record))
         except TypeError as error:
-            raise UserError(f"{self.record} has other keys than this version of moatlab writes ({error})") from None
+            raise UserError(f"{self.record} was written by another version of moatlab ({error})") from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
         needed = {"epoch", "stage", "clean", "fgsm", "pgd7", "comparable", "train_seconds"}
@@ -109,12 +107,11 @@ class RunFolder:
         except (OSError, ValueError, TypeError, RecursionError):
             raise UserError(f"{path} is missing or damaged") from None
         if not all(needed <= line.keys() for line in lines):
-            raise UserError(f"{path} is damaged: a line of it lacks one of {', '.join(sorted(needed))}")
+            raise UserError(f"{path} is damaged: a line lacks one of {', '.join(sorted(needed))}")
         return lines
 
     def finished_record(self, recipe: Recipe) -> RunRecord | None:
-        """The record, if it says that the run of this recipe is done, its metrics are as they were, and its model
-        exists (or else it is made again from the checkpoint)."""
+        """The record, if the run of this recipe is finished, its metrics are unchanged and its model exists."""
         try:
             record = self.read_record()
         except Damaged:
@@ -130,29 +127,21 @@ class RunFolder:
             return None
 
     def check(self, recipe: Recipe, *, resume: bool) -> None:
-        """Refuse to write over a run, or to resume one under another recipe."""
+        """Refuse to overwrite a run, or to resume one with another recipe."""
         for place in (self.path, *self.path.parents):
             if place.exists() and not place.is_dir():
                 raise UserError(f"--out {self.path}: {place} is a file, not a folder; name another")
-        holds_a_run = bool(self.checkpoints) or self.record.exists()
-        if holds_a_run and not resume:
-            raise UserError(f"--out {self.path} holds a run already; continue it with --resume, or name another folder")
-        if not holds_a_run and self.path.exists():
-            files = {path.name for path in (self.recipe, self.metrics, self.events)}  # of a start that was killed
-            there = [path for path in self.path.iterdir() if path.name[0] != "." and path.name not in files]
-            strangers = [path.name for path in there if path.is_dir() or path.suffix not in LOGS]
-            if strangers:
-                raise UserError(f"--out {self.path} holds other files ({min(strangers)}); name a folder for the run")
-        if holds_a_run:
-            before = load_recipe(self.recipe)
-            for name in Recipe.model_fields:
-                old, new = getattr(before, name), getattr(recipe, name)
-                if old != new:
-                    raise UserError(
-                        f"the run in {self.path} was started with {option_name(name).lstrip('-')} = {old}, not {new}; "
-                        f"resume it with the same recipe, or name another folder"
-                    )
-
-    def write_recipe(self, recipe: Recipe) -> None:
-        with atomic(self.recipe) as file:
-            file.write(recipe.to_toml().encode())
+        if not self.checkpoints and not self.record.exists():
+            own = (self.recipe, self.metrics, self.events)  # of a start that was killed
+            found = self.path.iterdir() if self.path.exists() else ()
+            others = [path for path in found if path.name[0] != "." and path not in own]
+            if foreign := [path.name for path in others if path.is_dir() or path.suffix not in LOGS]:
+                raise UserError(f"--out {self.path} has other files ({min(foreign)}); name a folder for the run")
+            return
+        if not resume:
+            raise UserError(f"--out {self.path} has a run already; add --resume, or name another folder")
+        before = load_recipe(self.recipe)
+        for name, new in recipe:
+            if (old := getattr(before, name)) != new:
+                change = f"{option_name(name).lstrip('-')} = {old}, not {new}"
+                raise UserError(f"the run in {self.path} was started with {change}; use its recipe or another folder")

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: the checkpoint, the model, the best model, and the record."""
+"""Writes the files of a run: the checkpoint, the model, the best model and the record."""
 
 from contextlib import suppress
 from typing import Any
@@ -13,17 +13,17 @@ from moatlab.training.setup import Session
 
 
 class Saver:
-    """Writes the files of a run; of several processes the first does."""
+    """Only the first of several processes writes."""
 
     def __init__(self, session: Session, folder: RunFolder, progress: Progress, log: Logbook) -> None:
         self.session, self.folder, self.progress, self.log = session, folder, progress, log
         self.environment = environment_of(session)
-        self.model: str | None = None  # the checksum in the model's file
+        self.model: str | None = None  # checksum in the model's file
         self.final: dict[str, Any] | None = None  # accuracies on the test images
         self.collapsed_at: int | None = None
 
     def save(self, good: Weights | None, status: str, message: str | None = None) -> RunRecord | None:
-        """Where there is no room for a checkpoint a running run continues, and the last one is kept."""
+        """If the disk is full, a running run continues and keeps its last checkpoint."""
         try:
             if distributed.is_first():
                 save_checkpoint(self.folder, self.session, self.progress, good)
@@ -36,22 +36,23 @@ class Saver:
             return None
 
     def save_best_if_possible(self) -> None:
-        progress = self.progress
         try:
             if distributed.is_first():
                 write_weights(self.folder.best_model, self.session.model, self.session.description)
-            progress.best_written = True
+            self.progress.best_written = True
         except NotWritten as error:
             self._report(error)
-            progress.best_written = False
+            self.progress.best_written = False
 
     def _report(self, error: NotWritten) -> None:
         with suppress(NotWritten):
             self.log.event("not written", f"{error}; training continues, and earlier files are kept")
 
     def write_record(self, status: str, message: str | None = None) -> RunRecord:
-        """The record of now, from the session and the progress alone."""
         session, progress, recipe, images = self.session, self.progress, self.session.recipe, self.session.images
+        source = {"name": images.name, "sha256": images.sha256, "source": images.source, "note": images.note}
+        sizes = {"trained_on": len(session.batches.y), "held_out": recipe.holdout, "test": len(images.test_y)}
+        watched = {"monitor": recipe.monitor, "monitored": len(session.watched_y)}
         best = progress.best_epoch is not None and progress.best_written
         record = RunRecord(
             status=status,
@@ -63,18 +64,7 @@ class Saver:
             setting=recipe.setting,
             planned=session.method.cost(recipe.epochs).as_dict(),
             counted=progress.cost.as_dict(session.steps_per_epoch),
-            data={
-                "name": images.name,
-                "sha256": images.sha256,
-                "source": images.source,
-                "note": images.note,
-                "trained_on": len(session.batches.y),
-                "held_out": recipe.holdout,
-                "test": len(images.test_y),
-                "classes": len(images.classes),
-                "monitor": recipe.monitor,
-                "monitored": len(session.watched_y),
-            },
+            data={**source, **sizes, "classes": len(images.classes), **watched},
             environment=self.environment,
             steps_done=progress.step,
             healing=progress.healing_cost.as_dict(session.steps_per_epoch),

@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step: nothing to save, nothing that cycles the momentum behind your back."""
+"""Learning rates as functions of the step: no state to save, and the momentum is constant."""
 
 
 def cyclic(step: int, *, epochs: int, steps_per_epoch: int, peak: float) -> float:

@@ -1,4 +1,4 @@
-"""From a recipe to what is trained. Whatever can be wrong is found here, before a run writes its first file."""
+"""Builds what a recipe describes: model, optimizer, batches. Mistakes are found here, before a file is written."""
 
 import copy
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ from moatlab.training.optimizer import Sgd
 from moatlab.training.recipe import Recipe
 from moatlab.training.schedules import SCHEDULES
 
-TRAIN_SAMPLE = 1000  # training images watched where none are held out
+TRAIN_SAMPLE = 1000  # training images watched if none are held out
 
 
 class Session:
-    """All that a recipe describes, on its device. `model` is the user's own, where the recipe only names it."""
+    """What a recipe describes, on its device. `model` is the user's own; without it, the model is built."""
 
     def __init__(
         self,
@@ -39,14 +39,13 @@ class Session:
         *,
         resuming: bool = False,
     ) -> None:
-        self.recipe, self.device = recipe, device
+        self.recipe, self.device, self.images = recipe, device, images
         self.method, self.then = recipe.parsed_method, parse_method(recipe.then)  # `then` follows a collapse
-        self.images = images
         self.batches, self.watched_x, self.watched_y = split(images, recipe, device)
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = recipe.epochs * self.steps_per_epoch
-        self.identity = f"{recipe.sha256} {self.images.sha256}"  # of the run that a checkpoint is of
-        classes, arguments = len(self.images.classes), model_arguments(recipe, self.images)
+        self.identity = f"{recipe.sha256} {images.sha256}"  # checkpoints belong to one recipe and its data
+        classes, arguments = len(images.classes), model_arguments(recipe, images)
         torch.manual_seed(key(recipe.seed, "initial weights"))
         self.model = model or build_model(recipe.model, classes=classes, arguments=arguments)
         if recipe.init and not resuming:
@@ -55,43 +54,41 @@ class Session:
             self.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.model.train()
         self.precision = choose_precision(recipe.precision, device)
-        # The same model in the precision that it is trained in; and that with gradients averaged over all processes.
+        # The model in the precision of training, and `forward`: the same with gradients averaged over all processes.
         self.trained_model = self.model if self.precision == "fp32" else Autocast(self.model, self.precision)
         check_model(self.trained_model, recipe, as_floats(self.watched_x[:1]).expand(2, -1, -1, -1), classes)
         self.forward = distributed.sharing_gradients(self.trained_model, device)
-        self.optimizer = Sgd(
-            self.model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
-        )
+        settings = {"lr": recipe.lr, "momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
+        self.optimizer = Sgd(self.model.parameters(), **settings)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
-        self.description = {  # goes into the model's file: enough to rebuild the model and to know its threat
+        self.description = {  # for the model's file: enough to rebuild the model and to know its threat
             "model": recipe.model,
             "arguments": arguments,
             "classes": classes,
-            "class_names": list(self.images.classes),
-            "image_shape": list(self.images.train_x.shape[1:]),
+            "class_names": list(images.classes),
+            "image_shape": list(images.train_x.shape[1:]),
             "eps": recipe.eps,
             "norm": recipe.norm,
             "method": str(self.method),
-            "data": self.images.name,
-            "data_sha256": self.images.sha256,
+            "data": images.name,
+            "data_sha256": images.sha256,
         }
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Plain float32 inside, unless the run is trained in fewer bits; kernels that give the same bits every time."""
+        """Inside: float32 without TF32 for fp32 runs; deterministic kernels on a CPU, or if the recipe asks."""
         strict = self.recipe.deterministic
-        repeatable = strict or self.device.type == "cpu"
-        plain = full_precision() if self.precision == "fp32" else nullcontext()
-        with plain, same_bits(strict=strict) if repeatable else nullcontext():
+        full = full_precision() if self.precision == "fp32" else nullcontext()
+        with full, same_bits(strict=strict) if strict or self.device.type == "cpu" else nullcontext():
             yield
 
     def stage_at(self, step: int, replaced: bool = False) -> Stage:
-        """The stage of a step, of the recipe's method or of the one that took its place after a collapse."""
+        """The stage of a step, by the recipe's method or, if `replaced` after a collapse, by `then`."""
         method = self.then if replaced else self.method
         return method.stage_at(step // self.steps_per_epoch, self.recipe.epochs)
 
     def where(self, step: int, replaced: bool = False) -> str:
-        """A step for a person."""
+        """A step, as named in messages."""
         epoch, stage = step // self.steps_per_epoch + 1, self.stage_at(step, replaced)
         return f"step {step + 1} (epoch {epoch}, stage {stage}, lr {self.learning_rate(step):.3g})"
 
@@ -101,34 +98,27 @@ class Session:
         return schedule(step, epochs=recipe.epochs, steps_per_epoch=self.steps_per_epoch, peak=recipe.lr)
 
     def context(self, step: int) -> Context:
-        """What a stage is given beside the batch of a step."""
-        recipe, classes = self.recipe, len(self.images.classes)
+        """What a stage needs apart from the batch."""
+        recipe, model, classes = self.recipe, self.trained_model, len(self.images.classes)
         draws = generator(recipe.seed, "stage", step, device=self.device)
-        return Context(
-            self.trained_model, self.forward, recipe.threat, draws, classes, recipe.bn_in_attack, shared=True
-        )
+        return Context(model, self.forward, recipe.threat, draws, classes, recipe.bn_in_attack, shared=True)
 
 
 def split(images: Images, recipe: Recipe, device: torch.device) -> tuple[Batches, Tensor, Tensor]:
-    """The batches to train on, and the images to watch: the last training images, held out; or a fixed sample of
-    those trained on; or the test images, for display."""
-    count = len(images.train_y) - recipe.holdout
-    if count < recipe.batch_size:
-        raise UserError(
-            f"--batch-size {recipe.batch_size} is larger than the data: {recipe.data} has {len(images.train_y)} "
-            f"training images, of which {recipe.holdout} are held out"
-        )
-    if recipe.batch_size % distributed.count():
-        raise UserError(
-            f"--batch-size {recipe.batch_size} can't be shared equally by {distributed.count()} processes; "
-            f"choose a multiple of {distributed.count()}"
-        )
-    y = images.train_y.to(device)
-    x = images.train_x
-    if isinstance(x, Tensor) and fits(x, device):
+    """The training batches, and the images to watch: the last training images, held out; or a fixed sample of those
+    trained on; or the test images, for display."""
+    size, count, processes = recipe.batch_size, len(images.train_y) - recipe.holdout, distributed.count()
+    if count < size:
+        training = f"{len(images.train_y)} training images of {recipe.data}, {recipe.holdout} of them held out"
+        raise UserError(f"--batch-size {size} is too large for the {training}")
+    if size % processes:
+        raise UserError(f"--batch-size {size} can't be split over {processes} processes; use a multiple of {processes}")
+    x, y = images.train_x, images.train_y.to(device)
+    # A GPU holds all images if there is room beside the model; if not, batches are copied one by one.
+    if isinstance(x, Tensor) and (device.type != "cuda" or x.numel() < torch.cuda.mem_get_info(device)[0] / 2):
         x = x.to(device)
     trained = x[:count] if isinstance(x, Tensor) else x.part(range(count))
-    batches = Batches(trained, y[:count], recipe.batch_size, recipe.augment, recipe.seed)
+    batches = Batches(trained, y[:count], size, recipe.augment, recipe.seed)
     if recipe.monitor == "test":
         return batches, images.test_x.to(device), images.test_y.to(device)
     watched = torch.arange(count, len(y))
@@ -138,13 +128,8 @@ def split(images: Images, recipe: Recipe, device: torch.device) -> tuple[Batches
     return batches, watched_x.to(device), y[watched.to(device)]
 
 
-def fits(images: Tensor, device: torch.device) -> bool:
-    """Whether a GPU has room for all images beside the model; where it has not, batches go there one by one."""
-    return device.type != "cuda" or images.numel() < torch.cuda.mem_get_info(device)[0] / 2
-
-
 def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
-    """What a built-in model is made from; a user's factory makes its own choices."""
+    """Arguments of a built-in model; a user's factory gets none."""
     if recipe.model not in BUILT_IN:
         return {}
     std = recipe.std or images.std
@@ -155,27 +140,24 @@ def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
 
 
 def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int) -> None:
-    """Two images go through in either mode, so that a model that does not fit its data is refused at once."""
+    """Refuse a model that does not fit its data: try two images in eval and in train mode."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"--model {recipe.model} has no parameters to train")
     images_of = f"images of shape {tuple(images.shape[1:])}"
     with users_code(f"--model {recipe.model} can't take {images_of}"), torch.no_grad(), evaluating(model):
         output = model(images)
     size = recipe.batch_size // distributed.count()
-    in_batches = f"{images_of} in batches of {size}"
-    twin = copy.deepcopy(model)  # because BatchNorm would learn from it
-    with users_code(f"--model {recipe.model} can't train on {in_batches}"), torch.enable_grad():
-        answer = twin(images[:size])
+    twin = copy.deepcopy(model)  # because BatchNorm's statistics would change
+    with users_code(f"--model {recipe.model} can't train on batches of {size} {images_of}"), torch.enable_grad():
+        output_in_training = twin(images[:size])
     if isinstance(output, Tensor) and (output >= 0).all() and ((output.sum(-1) - 1).abs() < 1e-3).all():
         warn(f"--model {recipe.model} seems to return probabilities; it should return logits, without a softmax")
     shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if shape != (2, classes):
         raise UserError(f"--model {recipe.model} returns {shape} for two images; {classes} classes need {(2, classes)}")
-    if distributed.count() > 1:  # who would wait for the gradients of all parameters
+    if distributed.count() > 1:  # they synchronise the gradients of all parameters
         trained = {name: parameter for name, parameter in twin.named_parameters() if parameter.requires_grad}
-        found = torch.autograd.grad(answer.sum(), list(trained.values()), allow_unused=True)
+        found = torch.autograd.grad(output_in_training.sum(), list(trained.values()), allow_unused=True)
         if idle := [name for name, gradient in zip(trained, found, strict=True) if gradient is None]:
-            raise UserError(
-                f"--model {recipe.model}: its answer does not depend on {idle[0]}, and several processes can't train "
-                "that; call requires_grad_(False) on it"
-            )
+            unused = f"--model {recipe.model}: its output does not depend on {idle[0]}"
+            raise UserError(f"{unused}; call requires_grad_(False) on it to train with several processes")

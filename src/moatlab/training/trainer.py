@@ -1,4 +1,4 @@
-"""The training loop, from top to bottom: step after step, and after each epoch a look at the watched images."""
+"""The training loop, from top to bottom: steps, and after each epoch a measurement on the watched images."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ from torch import Tensor
 from moatlab.data.images import Images
 from moatlab.methods.batches import stage_loss
 from moatlab.methods.cost import Cost
-from moatlab.methods.language import Method
 from moatlab.methods.meter import Meter
 from moatlab.runtime import console, distributed
 from moatlab.runtime.device import Machine
@@ -20,20 +19,19 @@ from moatlab.runtime.randomness import key
 from moatlab.runtime.signals import Caught, signals_caught
 from moatlab.training.checkpoint import start_or_resume
 from moatlab.training.collapse import CollapsePolicy, collapsed_at
-from moatlab.training.logbook import Logbook, announce
+from moatlab.training.logbook import Logbook, RunBar, announce
 from moatlab.training.monitor import measure
 from moatlab.training.nan_guard import NanGuard
 from moatlab.training.recipe import Recipe
-from moatlab.training.run_bar import RunBar
 from moatlab.training.run_folder import RunFolder, RunRecord
 from moatlab.training.saving import Saver
 from moatlab.training.setup import Session
 
-POLL_STEPS = 10  # between two looks of several processes at each other's signals and clocks
+POLL_STEPS = 10  # between two exchanges of signals and clocks among processes
 
 
 class Trainer:
-    """A session (what is trained), a folder (where it goes) and how far it is."""
+    """A session (what is trained), a folder (where it is written) and the progress."""
 
     def __init__(self, session: Session, folder: RunFolder) -> None:
         self.session, self.folder = session, folder
@@ -48,11 +46,11 @@ class Trainer:
         self.loss_sum = torch.tensor(self.progress.loss_sum, device=session.device)
 
     def run(self, last_step: int, checkpoint_every: float) -> RunRecord:
-        """Train up to `last_step`, and to the test at the end if that is the last one; every ending leaves a record."""
+        """Train up to `last_step`, and test if the run is complete. However it ends, a record is written."""
         session, progress = self.session, self.progress
         announce(session)
         with self.meter.counting(session.model), signals_caught() as self.caught, self.bar:
-            with suppress(NotWritten):  # a full disk is reported when more than this is to be written
+            with suppress(NotWritten):  # a full disk is reported at the first checkpoint
                 self.saver.write_record("running")
             try:
                 try:
@@ -68,11 +66,11 @@ class Trainer:
                 raise
             finally:
                 self.log.close()
-        distributed.highest(0)  # all files are written when any process continues
+        distributed.highest(0)  # no process continues before all files are written
         assert record is not None
         if record.status == "stopped":
-            left = f"continue with --resume, ETA {self.bar.eta(self.bar.work())}"
-            console.note(f"stopped after step {progress.step} of {session.total_steps}; {left}")
+            rest = f"continue with --resume, ETA {self.bar.eta(self.bar.work())}"
+            console.note(f"stopped after step {progress.step} of {session.total_steps}; {rest}")
         return record
 
     def loop(self, last_step: int, checkpoint_every: float) -> None:
@@ -82,7 +80,7 @@ class Trainer:
             if progress.step == (progress.epochs_logged + 1) * session.steps_per_epoch:
                 self.end_epoch()
                 saved_at, saved_step = time.monotonic(), progress.step
-            if distributed.count() == 1 or progress.step % POLL_STEPS == 0:  # all stop, or save, at the same step
+            if distributed.count() == 1 or progress.step % POLL_STEPS == 0:  # all stop or save at the same step
                 is_due = progress.step > saved_step and time.monotonic() - saved_at >= checkpoint_every
                 signal, due = distributed.highest(self.caught.number or 0, is_due)
                 Caught(signal or None).raise_if_any()
@@ -96,11 +94,6 @@ class Trainer:
         if progress.step == session.total_steps or progress.stopped:
             self.test()
 
-    @property
-    def method(self) -> Method:
-        """The method of the current epoch: the recipe's, or after a collapse the one that took its place."""
-        return self.session.then if self.progress.replaced else self.session.method
-
     def step(self) -> None:
         """One training step. Every draw in it is a function of (seed, step)."""
         session, recipe, progress, step = self.session, self.session.recipe, self.progress, self.progress.step
@@ -108,26 +101,25 @@ class Trainer:
         stage = session.stage_at(step, progress.replaced)
         x, y = session.batches.at(step)
         rank = [] if distributed.is_first() else [distributed.number()]
-        torch.manual_seed(key(recipe.seed, "inside the model", step, *rank))  # dropout and the like
+        torch.manual_seed(key(recipe.seed, "inside the model", step, *rank))  # dropout
         self.guard.begin_step()
-        # A model or a stage of theirs may fail, memory may run out, or another process may be gone.
-        where = session.where(step, progress.replaced)
-        with users_code(f"{where} failed", RunFailed), distributed.together():
+        # The user's model or stage may fail, memory may run out, or another process may have ended.
+        with users_code(f"{session.where(step, progress.replaced)} failed", RunFailed), distributed.together():
             loss = stage_loss(stage, session.context(step), x, y)
             session.optimizer.zero_grad()
-            # Trained are the parameters, and no input that a stage left in the graph.
+            # Gradients of the parameters only: a stage may leave inputs in the graph.
             session.scaler.scale(loss).backward(inputs=self.guard.trained)  # type: ignore[no-untyped-call]
         mean_loss = distributed.mean(loss.detach())
         session.optimizer.lr = session.learning_rate(step)
         bad = self.guard.hold_back(step, mean_loss)
         if session.scaler.is_enabled():
-            session.scaler.step(session.optimizer)  # type: ignore[arg-type]  # all that it reads of one is there
+            session.scaler.step(session.optimizer)  # type: ignore[arg-type]  # Sgd has all that it reads
             session.scaler.update()
         else:
             session.optimizer.step()
         self.guard.restore_buffers(bad)
         self.loss_sum += torch.where(bad, 0.0, mean_loss)
-        distributed.copy_from_first(session.model.buffers())  # running statistics, which each has of its own part
+        distributed.copy_from_first(session.model.buffers())  # running statistics, which differ between processes
         self.count(stage.step_cost, f"stage {stage}")
         progress.step += 1
         if self.guard.is_time_to_look(step):
@@ -135,25 +127,24 @@ class Trainer:
         self.add_seconds(begun)
 
     def count(self, planned: Cost, what: str) -> None:
-        """Add what the step asked of the model, which must be what its stage declares."""
+        """Add the counted cost of the step, which must equal the cost that its stage declares."""
         progress, counted = self.progress, self.meter.take()
         if counted != planned:
-            raise RunFailed(
-                f"{what} declares {planned.kinds} forwards, input, weight and double backwards a step, but "
-                f"{counted.kinds} were counted; correct forwards= and input_backwards= where it is added (add_stage)"
-            )
+            kinds = "forwards, input, weight and double backwards"
+            declared = f"{what} declares {planned.kinds} {kinds} per step, but {counted.kinds} were counted"
+            raise RunFailed(f"{declared}; correct forwards= and input_backwards= in add_stage")
         progress.cost += counted
         if progress.replaced:
             progress.healing_cost += counted + self.session.stage_at(progress.step).step_cost * -1
 
     def add_seconds(self, begun: float) -> None:
-        """To the time of training: also that of a look, in which an accelerator does what it was given before."""
+        """Training time, including `guard.look`, which waits for the queued work of a GPU."""
         seconds = time.perf_counter() - begun
         self.progress.epoch_seconds += seconds
         self.progress.train_seconds += seconds
 
     def end_epoch(self) -> None:
-        """Measure the watched images, write the epoch's line, act where robustness is lost, save."""
+        """Measure on the watched images, write the epoch's line, act on a collapse, save."""
         session, recipe, progress = self.session, self.session.recipe, self.progress
         begun = time.perf_counter()
         self.guard.look()
@@ -168,7 +159,7 @@ class Trainer:
         progress.monitor_seconds += seconds
         progress.monitor_cost += sum(distributed.from_all(self.meter.take()), Cost())
         stage = session.stage_at(progress.step - 1, progress.replaced)
-        comparable = self.method.ends_cycle(epoch)
+        comparable = (session.then if progress.replaced else session.method).ends_cycle(epoch)
         line = {
             "epoch": epoch + 1,
             "stage": str(stage),
@@ -194,7 +185,7 @@ class Trainer:
         self.save()
 
     def test(self) -> None:
-        """The one look at the test images."""
+        """Measure on the test images, once."""
         device, images = self.session.device, self.session.images
         measured = self.measure(images.test_x.to(device), images.test_y.to(device))
         self.saver.final = measured | {"images": len(images.test_y)}
@@ -210,13 +201,13 @@ class Trainer:
             )
 
     def tick(self, images_watched: int) -> None:
-        """Called while accuracies are measured: shows how far that is, and lets ctrl-C through."""
+        """Show the progress of a measurement, and stop at ctrl-C."""
         self.bar.show(images_watched)
-        if distributed.count() == 1:  # or else when all of them are done measuring
+        if distributed.count() == 1:  # several stop together, after the measurement
             self.caught.raise_if_any()
 
     def save(self, status: str = "running", message: str | None = None) -> RunRecord | None:
-        """Never weights that are not finite over good ones. A running run continues where the disk is full."""
+        """Save, unless weights are no longer finite. A running run continues if the disk is full."""
         self.guard.look()
         self.progress.loss_sum = self.loss_sum.item()
         return self.saver.save(self.policy.good, status, message)
@@ -224,7 +215,7 @@ class Trainer:
 
 @contextmanager
 def rehearsal(recipe: Recipe, machine: Machine, images: Images) -> Iterator[Trainer]:
-    """A trainer in a temporary folder, ready to take real steps: what benchmarks and estimates are timed by."""
+    """A trainer in a temporary folder, ready to take real steps, for timing them."""
     with ExitStack() as inside:
         device = inside.enter_context(machine.in_use())
         folder = RunFolder(inside.enter_context(TemporaryDirectory()))
