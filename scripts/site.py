@@ -16,8 +16,9 @@ PAGES = {"SECURITY.md": "security.md", "CONTRIBUTING.md": "contributing.md", "CH
 CODE = re.compile(r"`[^`\n]+`")
 TABLE_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
 TAG = re.compile(r"(<pre\b.*?</pre>|<[^>]*>)", re.DOTALL)
-FIELDS = re.compile(r"^\{fields of (\S+)\}$", re.MULTILINE)
+FIELDS = re.compile(r"^\{fields of ([\w.]+)(?:, as in ([\w.]+))?\}$", re.MULTILINE)
 OPTION = re.compile(r"--[a-z][a-z0-9-]*")
+WORD = re.compile(r"(?<!\S)[\w.:-]{1,30}(?!\S)")
 NOT_FOUND = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -61,28 +62,33 @@ def on_page_markdown(markdown, page, **_others):
     markdown = re.sub(r"\]\((?:\.\./)*README\.md", f"]({up}index.md", markdown)
     if page.file.src_uri in PAGES.values():
         markdown = markdown.replace("](docs/", "](")
-    markdown = FIELDS.sub(lambda match: fields(match[1]), markdown)
+    markdown = FIELDS.sub(lambda match: fields(*match.groups()), markdown)
     return TABLE_ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
 
 
-def fields(path):
-    """The fields and properties of a class as a table: name, type, and the docstring or comment beside it."""
+def fields(path, page):
+    """The fields and properties of a class as a table: name, type and meaning, which is the docstring or comment of the
+    field, or its row in the tables of another page."""
     described = griffe.load(path, search_paths=[ROOT / "src"])
     lines = described.filepath.read_text(encoding="utf-8").splitlines()
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8") if page else ""
     rows = []
     for name, field in described.members.items():
         if field.is_attribute and not name.startswith("_"):
-            comment = lines[field.lineno - 1].partition("  # ")[2]
-            rows.append([f"`{name}`", f"`{field.annotation}`", field.docstring.value if field.docstring else comment])
+            comment = field.docstring.value if field.docstring else lines[field.lineno - 1].partition("  # ")[2]
+            row = re.search(rf"^\| `{name}` \| (.*) \|$", text, re.MULTILINE)
+            rows.append([f"`{name}`", f"`{field.annotation}`", row[1] if row else comment])
     columns = 3 if any(row[2] for row in rows) else 2
     table = [["field", "type", "meaning"], ["---"] * 3, *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row[:columns]) + " |" for row in table)
 
 
 def on_page_content(html, **_others):
-    """Browsers break lines after hyphens; options are kept in one piece."""
+    """Browsers break lines after hyphens; options, and words of code, are kept in one piece."""
     pieces = TAG.split(html)  # text and tags (or whole code blocks) in turn
-    pieces[::2] = [OPTION.sub(r'<span class="option">\g<0></span>', text) for text in pieces[::2]]
+    for i in range(0, len(pieces), 2):
+        whole = WORD if i and pieces[i - 1] == "<code>" else OPTION
+        pieces[i] = whole.sub(r'<span class="whole">\g<0></span>', pieces[i])
     return "".join(pieces)
 
 
