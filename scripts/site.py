@@ -18,7 +18,7 @@ TABLE_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
 TAG = re.compile(r"(<pre\b.*?</pre>|<[^>]*>)", re.DOTALL)
 FIELDS = re.compile(r"^\{fields of ([\w.]+)(?:, as in ([\w.]+))?\}$", re.MULTILINE)
 OPTION = re.compile(r"--[a-z][a-z0-9-]*")
-WORD = re.compile(r"(?<!\S)[\w.:-]{1,30}(?!\S)")
+WORD = re.compile(r"(?<!\S)(?=\S*-)[\w.:-]{1,30}(?!\S)")
 NOT_FOUND = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -84,7 +84,7 @@ def fields(path, page):
 
 
 def on_page_content(html, **_others):
-    """Browsers break lines after hyphens; options, and words of code, are kept in one piece."""
+    """Browsers break lines after hyphens; options, and words of code with hyphens, are kept in one piece."""
     pieces = TAG.split(html)  # text and tags (or whole code blocks) in turn
     for i in range(0, len(pieces), 2):
         whole = WORD if i and pieces[i - 1] == "<code>" else OPTION

@@ -42,9 +42,9 @@ MEANT = [
 def oddities(text):
     """The phrases of DIALECT in a text, code aside, with some words around them."""
     text = re.sub(r"^ *```.*?^ *```$|`[^`]*`|\]\([^)]*\)", " ", text, flags=re.MULTILINE | re.DOTALL)
+    text = " ".join(text.split())
     for phrase in MEANT:
         text = re.sub(re.escape(phrase), " ", text, flags=re.IGNORECASE)
-    text = " ".join(text.split())
     found = (match for phrase in DIALECT for match in re.finditer(rf"(?i)\b{phrase}\b", text))
     return [text[max(0, match.start() - 30) : match.end() + 30] for match in found]
 
