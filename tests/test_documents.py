@@ -175,6 +175,9 @@ def test_every_file_that_the_architecture_names_exists():
     assert {"methods/language.py", "evaluation/card.py"} <= set(named)
     for name in named:
         assert (ROOT / "src" / "moatlab" / name).exists() or (ROOT / name).exists(), name
+    picture = (ROOT / "docs" / "pictures" / "rooms.svg").read_text(encoding="utf-8")
+    for name in re.findall(r"\w+\.py", picture):
+        assert list((ROOT / "src" / "moatlab").glob(f"*/{name}")), name
 
 
 def test_every_block_says_what_it_is():
