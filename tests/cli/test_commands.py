@@ -396,7 +396,7 @@ def test_epochs_that_miss_the_last_stage_are_warned_of_once_with_the_nearest_bet
     code, _, err = moat("train", "moat:2", *tiny_options, "--epochs", epochs, "--max-steps", 0)
     assert code == 0
     (warning,) = [line for line in err.splitlines() if "at the stage" in line]
-    assert f"{epochs} epochs end at the stage {stage}" in warning
+    assert f"epoch {epochs} is at the stage {stage}" in warning
     assert f"--epochs {better} " in warning
 
 

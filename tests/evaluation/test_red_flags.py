@@ -122,6 +122,14 @@ def test_each_flag_is_raised_by_its_numbers_and_by_no_others(flag, measured, ver
     assert all(one.meaning == MEANING[one.name] for one in raised)
 
 
+@pytest.mark.parametrize(("count", "raised"), [(5, False), (49, False), (50, True)])
+def test_a_few_images_raise_no_flag_of_guessing(count, raised):
+    right = count // 5
+    measured = MEASURED.model_copy(update={"labels": [count - count // 2, count // 2], "sample": count})
+    flags = judge(measured, {"clean": [None] * right + ["clean"] * (count - right)})
+    assert ("no-better-than-guessing" in [flag.name for flag in flags]) == raised
+
+
 def test_images_that_are_sorted_by_class_raise_no_flag_of_guessing():
     """The flags look at the first images, which are of one class then; how frequent a class is, all images say."""
     model = network()

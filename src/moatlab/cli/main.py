@@ -18,7 +18,19 @@ from moatlab.runtime.environment import keep_freed_memory
 from moatlab.runtime.errors import Interrupted, RunFailed, UserError
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
+class Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> object:
+        """Return an interruption, because click makes another exception of any KeyboardInterrupt."""
+        try:
+            return super().invoke(ctx)
+        except Interrupted as error:
+            return error
+
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+
+
+@click.group(cls=Commands, context_settings=CONTEXT)
 @click.version_option(version("moatlab"), prog_name="moat")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 @click.pass_context
@@ -53,7 +65,9 @@ def run() -> NoReturn:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         with console.verbosity(True):
-            cli.main(arguments, standalone_mode=False)
+            outcome = cli.main(arguments, standalone_mode=False)
+        if isinstance(outcome, Interrupted):
+            raise outcome
         sys.stdout.flush()  # here a full disk can still be reported
         distributed.disconnect()
         end(0)

@@ -8,7 +8,7 @@ import click
 from moatlab.attacks.catalog import NAMES, PAPER, check_names, usual_attacks
 from moatlab.cli import options as shared
 from moatlab.runtime import distributed
-from moatlab.runtime.console import warn
+from moatlab.runtime.console import counted, warn
 from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.runtime.files import RunFile
 
@@ -92,11 +92,12 @@ def verify_command(card: Path, as_json: bool, **options: Any) -> None:
     if as_json:
         shared.print_json({**report})
     elif not failures:
-        click.echo(f"{report['checked']:,} examples verified; largest distance {report['largest_distance']:.6g}")
+        largest = f"largest distance {report['largest_distance']:.6g}"
+        click.echo(f"{counted(report['checked'], 'example')} verified; {largest}")
     else:
         click.echo("\n".join(failures[:10]))
     if failures:
-        raise RunFailed(f"{card} could not be verified: {len(failures)} failures")
+        raise RunFailed(f"{card} could not be verified: {counted(len(failures), 'failure')}")
 
 
 @click.command("bench", cls=shared.Grouped)

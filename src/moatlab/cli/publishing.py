@@ -10,6 +10,7 @@ import click
 
 from moatlab.cli import options as shared
 from moatlab.reproduce.paper import EXPERIMENTS, experiment
+from moatlab.runtime.console import counted
 from moatlab.runtime.errors import RunFailed
 
 
@@ -54,7 +55,8 @@ def reproduce_command(
         click.echo(f"{sweep.experiment.name}: {sweep.experiment.title}\npreset {sweep.preset}: {sweep.setting}")
         for row in described["rows"] + described["additional_rows"]:
             click.echo(f"{row['run']:<28}{row['epochs']:>5} epochs{row['passes']:>9g} passes   {row['method']}")
-        click.echo(f"{len(sweep.jobs)} runs, {sweep.passes:g} passes over the training set, into {out}")
+        cost = f"{counted(sweep.passes, 'pass')} over the training set"
+        click.echo(f"{counted(len(sweep.jobs), 'run')}, {cost}, into {out}")
         return
     from moatlab.reproduce.sweep import run_sweep
     from moatlab.runtime.device import Machine

@@ -103,7 +103,8 @@ def plan_command(as_json: bool, **options: Any) -> None:
         shared.print_json({"method": recipe.method, "epochs": epochs, "steps_per_epoch": steps, **cost})
         return
     click.echo(recipe.method + (f" = {parsed}" if str(parsed) != recipe.method else ""))
-    click.echo(f"{recipe.setting}\n{epochs} epochs of {steps or 'unknown'} steps")
+    each = console.counted(steps, "step") if steps else "unknown steps"
+    click.echo(f"{recipe.setting}\n{console.counted(epochs, 'epoch')} of {each}")
     for name in ("passes", *KINDS):
         click.echo(f"{name.replace('_', '-'):<18}{cost[name]:>8g}  x the training set")
     counts = Counter(str(parsed.stage_at(epoch, epochs)) for epoch in range(epochs))

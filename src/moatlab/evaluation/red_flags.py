@@ -18,6 +18,7 @@ from moatlab.evaluation.intervals import wilson
 # For each attack and image: what broke it; None: robust; "clean", or "before" in the audit: misclassified already.
 Verdicts = dict[str, list[str | None]]
 SAMPLE, STEPS = 200, 20
+ENOUGH = 50  # images; on fewer, the interval of almost any accuracy includes guessing
 PASSES = 2 + 2 * STEPS  # per image, roughly: many images break early
 
 MEANING = {
@@ -102,7 +103,7 @@ def judge(measured: Measured, broken_by: Verdicts) -> list[Flag]:
     strongest, strong_name = min(strong or [(ladder[1], "pgd20")])
 
     right, guessing = broken_by["clean"].count(None), max(measured.labels) / count
-    if wilson(right, count)[0] <= guessing:
+    if count >= ENOUGH and wilson(right, count)[0] <= guessing:
         raised["no-better-than-guessing"] = f"{_of('clean', right / count)}, guessing {100 * guessing:.1f} %"
     broken, left = _only_square(broken_by)
     if broken > 0.002 * count:

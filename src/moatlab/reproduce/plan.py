@@ -83,7 +83,7 @@ class Sweep:
     def setting(self) -> str:
         lengths = " or ".join(map(str, sorted({job.recipe.epochs for job in self.jobs})))  # whole cycles may take more
         setting = re.sub(r", seed \d+", "", self.jobs[0].recipe.setting)
-        return re.sub(r"\d+ epochs", f"{lengths} epochs", setting, count=1)
+        return re.sub(r"\d+ epochs?", f"{lengths} epoch{'s' * (lengths != '1')}", setting, count=1)
 
 
 def plan_sweep(

@@ -112,9 +112,9 @@ def _announce(
     days. A Ray cluster at an address may have other hardware: nothing is timed or refused."""
     name, preset = sweep.experiment.name, sweep.preset
     done = f" ({len(sweep.jobs) - len(missing)} done already)" if len(missing) < len(sweep.jobs) else ""
-    passes = sum(job.passes for job in missing)
+    passes = console.counted(sum(job.passes for job in missing), "pass")
     console.note(f"{name}: {sweep.experiment.title}\npreset {preset}: {sweep.setting}")
-    console.note(f"{len(missing)} runs to do{done}, {passes:g} passes over the training set")
+    console.note(f"{console.counted(len(missing), 'run')} to do{done}, {passes} over the training set")
     left = f"the time on {on} is not estimated"
     if on is None or ":" not in on:
         console.note("timing a few steps ...")

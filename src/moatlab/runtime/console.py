@@ -47,6 +47,12 @@ def warn(message: str) -> None:
     note(f"warning: {message}", style="yellow")
 
 
+def counted(number: float, noun: str) -> str:
+    """`1 epoch`, `1,000 test images`, `2.5 passes`"""
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{shown} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def duration(seconds: float) -> str:
     """`42 s`, `7 min`, `3.2 h`, `5.1 days`"""
     seconds = max(seconds, 0.0)

@@ -21,7 +21,7 @@ class NotWritten(RunFailed):
     """A file could not be written, as on a full or read-only disk. Its earlier version is kept."""
 
 
-class Interrupted(Exception):
+class Interrupted(KeyboardInterrupt):
     """A signal stopped the run: exit code 128 + signal, a checkpoint was written."""
 
     def __init__(self, message: str, signal_number: int) -> None:
@@ -46,7 +46,7 @@ def users_code(trouble: str, kind: type[Exception] = UserError) -> Iterator[None
     """For a block that runs the user's code: any error of it becomes one sentence."""
     try:
         yield
-    except (UserError, RunFailed, Interrupted):
+    except (UserError, RunFailed):
         raise
     except Exception as error:
         raise kind(f"{trouble} ({type(error).__name__}: {first_line(error)})") from error

@@ -15,7 +15,7 @@ from moatlab.models.registry import load
 from moatlab.models.weights import read_weights, set_weights
 from moatlab.runtime import console, distributed
 from moatlab.runtime.device import Machine
-from moatlab.runtime.errors import UserError
+from moatlab.runtime.errors import Interrupted, UserError
 from moatlab.training.recipe import Recipe, default_name, make_recipe, option_name
 from moatlab.training.run_folder import RunFolder, RunRecord
 from moatlab.training.setup import Session
@@ -79,7 +79,11 @@ def train(
         console.note(f"the run is in {folder}")
         where: dict[str, Any] = {"data_dir": data_dir, "stream": stream, "images": images, "model": own}
         how: dict[str, Any] = {"resume": resume, "max_steps": max_steps, "checkpoint_every": checkpoint_every}
-        record = train_recipe(recipe, folder, machine=Machine(device, threads), **where, **how)
+        try:
+            record = train_recipe(recipe, folder, machine=Machine(device, threads), **where, **how)
+        except Interrupted as error:
+            again = f'to continue, call moatlab.train again with out="{folder}", resume=True'
+            raise Interrupted(f"{error}; {again}", error.signal_number) from None
     return TrainedRun(folder, record, own.eval() if own is not None else load(folder, trust_model_code=True))
 
 

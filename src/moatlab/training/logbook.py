@@ -108,17 +108,20 @@ def announce(session: Session) -> None:
     recipe, method, epochs = session.recipe, session.method, session.recipe.epochs
     steps, size, images = session.steps_per_epoch, recipe.batch_size, len(session.batches.y)
     cycle = f" = {method}" if str(method) != recipe.method else ""
-    console.note(f"{recipe.method}{cycle}: {method.cost(epochs).passes:g} passes over {images:,} training images")
+    passes = console.counted(method.cost(epochs).passes, "pass")
+    console.note(f"{recipe.method}{cycle}: {passes} over {console.counted(images, 'training image')}")
     console.note(recipe.setting)
     if session.images.note:
         console.note(f"{session.images.name}: {session.images.note}")
     if steps * epochs < FEW_STEPS:
         smaller = f"a --batch-size below {size} or " if steps < 10 and size > 8 else ""
-        console.warn(f"only {steps * epochs} steps in all, {steps} per epoch; use {smaller}more --epochs")
+        few = f"only {console.counted(steps * epochs, 'step')} in all, {steps} per epoch"
+        console.warn(f"{few}; use {smaller}more --epochs")
     elif steps * size < 0.9 * images:
-        console.warn(f"an epoch of {steps} batches of {size} leaves out {images - steps * size} images")
+        left = console.counted(images - steps * size, "image")
+        console.warn(f"an epoch of {steps} batches of {size} leaves out {left}")
     console.note(f"accuracy in % after each epoch, on {len(session.watched_y):,} {recipe.watched}:")
     if not method.ends_cycle(epochs - 1):
         last, better = method.stage_at(epochs - 1, epochs), method.epochs_to_end_of_cycle(epochs)
-        console.warn(f"{epochs} epochs end at the stage {last}; --epochs {better} would end at the cycle's last stage")
+        console.warn(f"epoch {epochs} is at the stage {last}; --epochs {better} would end at the cycle's last stage")
     console.note(ROW.format("epoch", "stage", "lr", "loss", "clean", "fgsm", "pgd7", "align", "passes", "train s"))

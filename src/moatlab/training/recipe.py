@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from moatlab.attacks.norms import NORM_NAMES, Threat
 from moatlab.methods.language import Method, parse_method
 from moatlab.methods.stages import STAGES
+from moatlab.runtime.console import counted
 from moatlab.runtime.errors import UserError, did_you_mean, needs_trust
 from moatlab.runtime.files import SCHEMA, read_whole
 from moatlab.training.presets import PRESETS, default_preset
@@ -87,9 +88,9 @@ class Recipe(BaseModel):
     @property
     def setting(self) -> str:
         """The conditions of a result in one line, BatchNorm's mode included, because results can depend on it."""
-        width = "" if self.names_code else f" width {self.width}"
+        width, epochs = "" if self.names_code else f" width {self.width}", counted(self.epochs, "epoch")
         return (
-            f"{self.data}, {self.model}{width}, eps {self.eps} ({NORM_NAMES[self.norm]}), {self.epochs} epochs, "
+            f"{self.data}, {self.model}{width}, eps {self.eps} ({NORM_NAMES[self.norm]}), {epochs}, "
             f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
             f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
             + (f", {self.precision}" if self.precision not in ("auto", "fp32") else "")

@@ -1,0 +1,46 @@
+"""What `moatlab.train` returns or raises in Python."""
+
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import moatlab
+from moatlab.runtime.errors import Interrupted
+
+OPTIONS = {"method": "moat:2", "epochs": 3, "batch_size": 8, "augment": False, "threads": 1}
+
+
+def data():
+    torch.manual_seed(0)
+    return torch.randint(256, (40, 8, 8, 3), dtype=torch.uint8), torch.arange(40) % 4
+
+
+class Interrupting(nn.Sequential):
+    """Sends ctrl-C to this process at one of its calls."""
+
+    def __init__(self, at=None):
+        torch.manual_seed(0)
+        super().__init__(nn.Flatten(), nn.Linear(192, 4))
+        self.calls, self.at = 0, at
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.at:
+            signal.raise_signal(signal.SIGINT)
+        return super().forward(x)
+
+
+def test_ctrl_c_is_a_keyboard_interrupt_that_shows_how_to_resume_to_the_same_bits(alone):
+    whole = moatlab.train(Interrupting(), data(), out="whole", **OPTIONS)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        moatlab.train(Interrupting(at=12), data(), out="run", **OPTIONS)
+    assert isinstance(caught.value, Interrupted)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert str(caught.value).startswith("interrupted by SIGINT after step ")
+    assert str(caught.value).endswith('to continue, call moatlab.train again with out="run", resume=True')
+    resumed = moatlab.train(Interrupting(), data(), out="run", resume=True, **OPTIONS)
+    assert resumed.record.model == whole.record.model
+    assert (alone / "run" / "model.safetensors").exists()
