@@ -55,11 +55,23 @@ def test_help_names_every_command(moat, arguments):
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "compare"])
-def test_help_of_a_training_command_has_an_option_for_every_field_of_a_recipe(moat, command):
-    code, out, _ = moat(command, "--help")
+def test_all_help_of_a_training_command_has_an_option_for_every_field_of_a_recipe(moat, command):
+    code, out, _ = moat(command, "--help-all")
     assert code == 0
     for field in moatlab.Recipe.model_fields.keys() - {"method"}:
         assert f"--{field.replace('_', '-')}" in out
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "compare", "reproduce"])
+def test_help_shows_the_usual_options_and_counts_those_of_help_all(moat, command):
+    usual, everything = moat(command, "--help")[1], moat(command, "--help-all")[1]
+    shown, known = (set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", out, re.MULTILINE)) for out in (usual, everything))
+    assert {"--epochs", "--eps", "--model", "--preset", "--quiet"} <= shown < known
+    assert "--momentum" not in shown
+    assert len(shown) <= 18
+    more = len(known - shown - {"--help", "--help-all"})
+    assert usual.splitlines()[-1] == f"moat {command} --help-all shows {more} more options."
+    assert "--help-all shows" not in everything
 
 
 COMMANDS = [[], *([name] for name in cli.commands), ["data", "list"], ["data", "get"]]
@@ -82,7 +94,7 @@ def test_help_of_a_command_that_takes_something_shows_an_example(moat, command):
 
 
 def test_options_that_many_commands_share_stand_under_headings(moat):
-    out = moat("train", "--help")[1]
+    out = moat("train", "--help-all")[1]
     assert out.index("Options:") < out.index("--resume  ") < out.index("Data and model:") < out.index("--model TEXT")
     assert out.index("Optimisation:") < out.index("--lr ") < out.index("Monitoring:")
 
@@ -475,6 +487,17 @@ def test_an_interrupted_demo_names_no_option_that_it_does_not_have(moat, monkeyp
     message = err.splitlines()[-1]
     assert message.startswith("moat: interrupted by SIGINT")
     assert "--resume" not in message  # it continues by being started again
+
+
+def test_a_quiet_command_prints_its_result_and_nothing_on_stderr(moat, tiny_options):
+    ended = moat("train", "--quiet", "fgsm", *tiny_options, "--epochs", 1, "--out", "q")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("fgsm on 20 test images")
+    ended = moat("-q", "train", "fgsm", *tiny_options, "--epochs", 1, "--out", "q")
+    assert ended.code == 2
+    assert ended.err.startswith("moat: --out q has a run already")
+    assert moat("data", "list", "-q").code == 0
+    assert "epoch" in moat("train", "fgsm", *tiny_options, "--max-steps", 0, "--out", "loud").err  # not quiet any more
 
 
 # --- moat compare

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import click
 
+from moatlab.cli import options as shared
 from moatlab.cli.measuring import bench_command, eval_command, verify_command
 from moatlab.cli.publishing import export_command, report_command, reproduce_command
 from moatlab.cli.tools import completion_command, data_group, env_command
@@ -33,6 +34,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "sho
 @click.group(cls=Commands, context_settings=CONTEXT)
 @click.version_option(version("moatlab"), prog_name="moat")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+@shared.quiet_option
 @click.pass_context
 def cli(context: click.Context) -> None:
     """Train robust image classifiers at single-step cost.
@@ -58,6 +60,8 @@ for commands in (
 ):
     for command in commands:
         cli.add_command(command)
+        for one in (command, *getattr(command, "commands", {}).values()):
+            shared.quiet_option(one)
 
 
 def run() -> NoReturn:

@@ -1,5 +1,6 @@
 """Commands that measure: `moat eval`, `verify` and `bench`."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,16 @@ from moatlab.runtime.files import RunFile
 @click.option("--batch-size", type=click.IntRange(min=1), help="Images per forward  [default: 256, fewer if large]")
 @shared.which_option
 @shared.model_option(help="package.module:factory, or the architecture of a bare weights file.")
-@click.option("--data", help="mini, cifar10, cifar100 or a folder of images  [default: the run's]")
+@click.option("--data", help="mini, cifar10, cifar100, a folder or .npz file  [default: the run's]")
 @shared.data_dir_option
 @shared.device_option
+@shared.threads_option
 @shared.trust_option
 @click.option("--save-adversarial", is_flag=True, help="Save adversarial examples, for `moat verify`.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", help="Model precision.")
 @click.option("--audit", is_flag=True, help="Attack robust images again with another seed, more restarts.")
 @shared.json_option
-def eval_command(run: Path | None, attacks: str | None, as_json: bool, **options: Any) -> None:
+def eval_command(run: Path | None, attacks: str | None, as_json: bool, threads: int | None, **options: Any) -> None:
     """Measure accuracy under attack of a run folder, a .safetensors or .pt file, or --model package.module:factory.
 
     \b
@@ -47,17 +49,20 @@ def eval_command(run: Path | None, attacks: str | None, as_json: bool, **options
 
     from moatlab.evaluation.card import evaluate_target
     from moatlab.evaluation.target import load_target
+    from moatlab.runtime.device import Machine
 
     if distributed.launched() > 1:
         torch.set_num_threads(distributed.cores())  # torchrun sets it to one
     loading = ("model", "which", "data", "data_dir", "device", "trust_model_code")
+    device = options["device"]
     target = load_target(run, **{name: options.pop(name) for name in loading})
     if attacks is None:
         names = usual_attacks(len(target.images.classes))
         if "aa" not in names:
             warn(f"AutoAttack needs four classes; using its parts {', '.join(names[4:])} instead")
     distributed.connect()
-    card = evaluate_target(target, attacks=["clean", *names], **options)
+    with Machine(device, threads).in_use() if threads else nullcontext():
+        card = evaluate_target(target, attacks=["clean", *names], **options)
     if not distributed.is_first():
         return
     if as_json:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from moatlab.runtime import console
 from moatlab.runtime.environment import is_device
 from moatlab.runtime.errors import UserError
 from moatlab.training.presets import PRESETS
@@ -34,6 +35,14 @@ def _device(_context: click.Context, _parameter: click.Parameter, value: str) ->
     return value
 
 
+def _hush(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value:
+        context.find_root().with_resource(console.verbosity(False))
+
+
+quiet_option = click.option(
+    "-q", "--quiet", is_flag=True, expose_value=False, callback=_hush, help="Print only results and errors."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
 data_dir_option = click.option(
     "--data-dir", type=FILE, envvar="MOAT_DATA", show_envvar=True, help="Folder searched first for data sets."
@@ -51,22 +60,51 @@ GROUPS = {
     "Data and model": "data data_dir stream augment holdout model width shortcut final_norm std init trust_model_code",
     "Threat model": "eps norm bn_in_attack",
     "Optimisation": "epochs schedule lr momentum weight_decay batch_size",
-    "Monitoring": "monitor on_collapse then on_nan",
+    "Monitoring": "monitor monitor_every monitor_images on_collapse then on_nan",
     "Machine": "seed threads device precision deterministic on",
 }
+
+
+# What --help shows of a command with the options of a recipe, in this order; --help-all shows all.
+USUAL = "data image_size model init preset epochs eps seed seeds methods images plan out resume threads device as_json"
 
 
 class Grouped(click.Command):
     """A command whose help lists its own options first, then the shared ones under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-        records = {option.name: record for option in options if (record := option.get_help_record(ctx))}
+        records = self.help_records(ctx)
         groups = {heading: [name for name in names.split() if name in records] for heading, names in GROUPS.items()}
         shared = {title: [records.pop(name) for name in names] for title, names in groups.items() if len(names) > 1}
         for heading, rows in {"Options": list(records.values()), **shared}.items():
             with formatter.section(heading):
                 formatter.write_dl(rows)
+
+    def help_records(self, ctx: click.Context) -> dict[str | None, tuple[str, str]]:
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        return {option.name: record for option in options if (record := option.get_help_record(ctx))}
+
+
+class WithRecipe(Grouped):
+    """A command with an option for each field of a recipe. Its --help shows the usual ones."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if ctx.meta.get("all options"):
+            super().format_options(ctx, formatter)
+            return
+        records = self.help_records(ctx)
+        shown = [name for name in [*USUAL.split(), "quiet"] if name in records]
+        with formatter.section("Options"):
+            formatter.write_dl([records[name] for name in shown])
+        more = sum("--help" not in flags for name, (flags, _) in records.items() if name not in shown)
+        formatter.write(f"\nmoat {ctx.info_name} --help-all shows {more} more options.\n")
+
+
+def _help_all(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        context.meta["all options"] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
 
 
 def complete_method(context: click.Context, parameter: click.Parameter, start: str) -> list[str]:  # noqa: ARG001
@@ -90,6 +128,8 @@ def recipe_options(*fixed: str, preset: str | None = None) -> Callable[[Command]
     """--preset, --recipe, --threads, --device and an option for each field of `Recipe` but the method and `fixed`."""
 
     def add(command: Command) -> Command:
+        everything: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _help_all}
+        command = click.option("--help-all", **everything, help="Show all options and exit.")(command)
         command = threads_option(device_option(command))
         for name, field in reversed(Recipe.model_fields.items()):
             if name in ("method", *fixed):

@@ -14,7 +14,7 @@ from moatlab.runtime.console import counted
 from moatlab.runtime.errors import RunFailed
 
 
-@click.command("reproduce", cls=shared.Grouped, short_help="Reproduce a table or figure of the paper.")
+@click.command("reproduce", cls=shared.WithRecipe, short_help="Reproduce a table or figure of the paper.")
 @click.argument("name", metavar="TABLE|FIGURE", shell_complete=shared.completing(EXPERIMENTS))
 @shared.recipe_options("data", "schedule", "seed", "on_collapse", "then", preset="paper")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, help="Runs per row, with seeds 0, 1, ...")

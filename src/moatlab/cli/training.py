@@ -14,7 +14,7 @@ from moatlab.runtime.files import RunFile
 from moatlab.training.recipe import Recipe, default_name, make_recipe
 
 
-@click.command("train", cls=shared.Grouped, short_help="Train one model.")
+@click.command("train", cls=shared.WithRecipe, short_help="Train one model.")
 @shared.method_argument
 @shared.recipe_options()
 @shared.running_options
@@ -74,7 +74,7 @@ def train_command(
         click.echo(f"next: moat eval {out}{' --trust-model-code' if recipe.names_code else ''}")
 
 
-@click.command("plan", cls=shared.Grouped)
+@click.command("plan", cls=shared.WithRecipe)
 @shared.method_argument
 @shared.recipe_options()
 @shared.json_option
@@ -111,7 +111,7 @@ def plan_command(as_json: bool, **options: Any) -> None:
     click.echo("stages: " + ", ".join(f"{count} x {stage}" for stage, count in counts.items()))
 
 
-@click.command("compare", cls=shared.Grouped, short_help="Train several methods with the same recipe.")
+@click.command("compare", cls=shared.WithRecipe, short_help="Train several methods with the same recipe.")
 @shared.methods_argument
 @shared.recipe_options()
 @shared.running_options

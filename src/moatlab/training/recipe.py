@@ -29,7 +29,7 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     method: str = Field(description="training method, for example moat:2")
-    data: str = Field(description="mini, cifar10, cifar100, or a folder of images in folders of classes")
+    data: str = Field(description="mini, cifar10, cifar100, a folder of CLASS/IMAGE, or an .npz file")
     model: str = Field(description="preact_resnet18, another built-in network, or package.module:factory")
     # Below one vector of channels, oneDNN's kernels are slow and unsafe (see PreActBlock).
     width: int = Field(description="channels of the first block (64 in the paper)", ge=8, le=1024)
