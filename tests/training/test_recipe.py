@@ -39,6 +39,8 @@ FIELDS = {
     "bn_in_attack": st.sampled_from(["train", "eval"]),
     "holdout": st.integers(1, 10**6),
     "monitor": st.sampled_from(["holdout", "train", "test"]),
+    "monitor_every": st.integers(1, 100),
+    "monitor_images": st.none() | st.integers(1, 100),
     "seed": st.integers(0, 2**63 - 1),
     "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
     "on_collapse": st.sampled_from(["warn", "stop", "rollback", "heal"]),
@@ -47,7 +49,7 @@ FIELDS = {
     "deterministic": st.booleans(),
 }
 recipes = st.fixed_dictionaries(FIELDS).map(lambda fields: Recipe(**fields))
-layered = sorted(FIELDS.keys() - {"method", "monitor", "std", "init"})
+layered = sorted(FIELDS.keys() - {"method", "monitor", "monitor_images", "std", "init"})
 some_fields = st.fixed_dictionaries({}, optional={name: FIELDS[name] for name in layered})
 
 
@@ -350,6 +352,13 @@ def test_a_slug_is_a_plain_folder_name_whatever_it_is_made_from(text):
 def test_slugs_are_readable():
     assert slug("imoat:2,5,8") == "imoat-2-5-8"
     assert slug("mixup | fast | pgd:2>5") == "mixup-fast-pgd-2-5"
+
+
+def test_a_field_that_is_left_out_at_its_default_changes_no_checksum():
+    plain, same, other = (make_recipe("fgsm", monitor_every=every) for every in (None, 1, 2))
+    assert "monitor_every" not in plain.to_toml()
+    assert plain.sha256 == same.sha256 != other.sha256
+    assert "monitor_every = 2" in other.to_toml()
 
 
 def test_a_recipe_of_another_norm_is_another_recipe():

@@ -154,7 +154,7 @@ def _over_epochs(views: list[RunView]) -> dict[str, Any] | None:
     curves = []
     for number, view in enumerate(views):
         ends = _curve(line for line in view.metrics if line["comparable"])
-        bold = ends if len(ends) < len(view.metrics) else None
+        bold = ends if len(ends) < len(_curve(view.metrics)) else None
         curves += [Series(view.label, number, _curve(view.metrics), bold, _marks(view))] if view.metrics else []
     if not curves:
         return None
@@ -207,7 +207,7 @@ def _plot(
 
 
 def _curve(lines: Iterable[dict[str, Any]], name: str = "pgd7") -> list[tuple[float, float]]:
-    return [(line["epoch"], 100 * line[name]) for line in lines]
+    return [(line["epoch"], 100 * line[name]) for line in lines if line[name] is not None]
 
 
 def _marks(view: RunView) -> tuple[tuple[float, float], ...]:

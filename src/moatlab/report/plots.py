@@ -198,6 +198,7 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list
 
 
 def _curve(lines: Lines, name: str) -> tuple[list[int], list[float]]:
+    lines = [line for line in lines if line[name] is not None]
     return [line["epoch"] for line in lines], [100 * line[name] for line in lines]
 
 

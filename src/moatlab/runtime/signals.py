@@ -1,13 +1,15 @@
 """Ctrl-C, SIGTERM (from clusters) and SIGHUP (a closed terminal) as a request to stop between two steps."""
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from moatlab.runtime import distributed
+from moatlab.runtime import console, distributed
 from moatlab.runtime.errors import Interrupted
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
@@ -24,6 +26,15 @@ class Caught:
             raise Interrupted(f"interrupted by {signal.Signals(self.number).name}", self.number)
 
 
+def acknowledge() -> None:
+    """Answer at once, before the step or batch in progress has ended; os.write is safe in a signal handler."""
+    if console.is_heard() and distributed.is_first():
+        begin = "\r\x1b[K" if console.console.is_terminal else ""  # over the progress bar, which is drawn again below
+        again = "" if distributed.launched() > 1 else "; a second signal stops without saving"
+        with suppress(OSError, ValueError):
+            os.write(sys.stderr.fileno(), f"{begin}interrupted: saving after this step{again}\n".encode())
+
+
 @contextmanager
 def signals_caught() -> Iterator[Caught]:
     """Record signals for the caller to act on. A second one raises KeyboardInterrupt, but not under torchrun, which
@@ -34,6 +45,7 @@ def signals_caught() -> Iterator[Caught]:
         if caught.number is not None and distributed.launched() == 1:
             raise KeyboardInterrupt
         caught.number = number
+        acknowledge()
 
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread may set handlers

@@ -9,13 +9,14 @@ from torch import Tensor
 from moatlab.runtime import console, distributed
 from moatlab.runtime.files import append_line
 from moatlab.training.checkpoint import Progress
-from moatlab.training.monitor import PASSES
+from moatlab.training.monitor import MEASURED, PASSES
 from moatlab.training.recipe import Recipe
 from moatlab.training.run_folder import RunFolder
 from moatlab.training.setup import Session
 
 FEW_STEPS = 100  # in a whole run
-ROW = "{:>5} {:<11} {:>7} {:>6} {:>6} {:>6} {:>6} {:>6} {:>7} {:>8}"
+ROW = "{:>5} {:<10} {:>6} {:>6} {:>5} {:>5} {:>5} {:>5} {:>6} {:>7} {:>9}"
+HEADINGS = ("epoch", "stage", "lr", "loss", "clean", "fgsm", "pgd7", "align", "passes", "train s", "monitor s")
 SCALARS = ("lr", "loss", "clean", "fgsm", "pgd7", "alignment", "passes", "train_seconds", "monitor_seconds")
 
 
@@ -29,10 +30,12 @@ class Logbook:
         if distributed.is_first():
             append_line(self.folder.metrics, line)
         self.progress.history.append(line)
-        percent = [f"{100 * line[name]:.1f}" for name in ("clean", "fgsm", "pgd7")]
-        numbers = [f"{line['lr']:.4f}", f"{line['loss']:.3f}", *percent, f"{line['alignment']:.2f}"]
-        work = [f"{line['passes']:g}", f"{line['train_seconds']:.1f}"]
-        console.note(ROW.format(line["epoch"], line["stage"], *numbers, *work))
+        measured = ["-"] * len(MEASURED)
+        if line["pgd7"] is not None:
+            measured = [f"{100 * line[name]:.1f}" for name in ("clean", "fgsm", "pgd7")] + [f"{line['alignment']:.2f}"]
+        work = [f"{line['passes']:g}", f"{line['train_seconds']:.1f}", f"{line['monitor_seconds']:.1f}"]
+        numbers = [f"{line['lr']:.4f}", f"{line['loss']:.3f}", *measured, *work]
+        console.note(ROW.format(line["epoch"], line["stage"], *numbers))
         if find_spec("tensorboard") and distributed.is_first():
             self._to_board(lambda: self._show(line, examples))
 
@@ -41,7 +44,7 @@ class Logbook:
 
         number = line["epoch"]
         self.board = self.board or SummaryWriter(str(self.folder.path), purge_step=number)
-        for name in SCALARS:
+        for name in [name for name in SCALARS if line[name] is not None]:
             self.board.add_scalar(name, line[name], number)
         self.board.add_text("stage", line["stage"], number)
         for name, images in zip(("images/plain", "images/pgd7"), examples, strict=False):
@@ -86,17 +89,19 @@ class RunBar(console.Bar):
         recipe = session.recipe
         self.session, self.progress = session, progress
         self.per_image = PASSES / (session.steps_per_epoch * recipe.batch_size)  # of the monitor
-        watched = recipe.epochs * len(session.watched_y) + len(session.images.test_y)
+        checks = sum(map(session.is_watched, range(recipe.epochs)))
+        watched = checks * len(session.watched_y) + len(session.images.test_y)
         total = session.method.cost(recipe.epochs).passes + watched * self.per_image
         super().__init__(recipe.method, total, self.work())
 
-    def work(self, images_watched: int = 0) -> float:
+    def work(self, images_watched: float = 0) -> float:
         """The part of the plan that is done, without healing, which is not planned."""
         progress, session = self.progress, self.session
         passes = (progress.cost.passes - progress.healing_cost.passes) / session.steps_per_epoch
-        return passes + (progress.epochs_logged * len(session.watched_y) + images_watched) * self.per_image
+        checks = sum(line["pgd7"] is not None for line in progress.history)
+        return passes + (checks * len(session.watched_y) + images_watched) * self.per_image
 
-    def show(self, images_watched: int = 0) -> None:
+    def show(self, images_watched: float = 0) -> None:
         session, step = self.session, self.progress.step
         stage = session.stage_at(min(step, session.total_steps - 1), self.progress.replaced)
         epoch = min(step // session.steps_per_epoch + 1, session.recipe.epochs)
@@ -120,8 +125,9 @@ def announce(session: Session) -> None:
     elif steps * size < 0.9 * images:
         left = console.counted(images - steps * size, "image")
         console.warn(f"an epoch of {steps} batches of {size} leaves out {left}")
-    console.note(f"accuracy in % after each epoch, on {len(session.watched_y):,} {recipe.watched}:")
+    often = "each epoch" if recipe.monitor_every == 1 else f"every {recipe.monitor_every} epochs"
+    console.note(f"accuracy in % after {often}, on {len(session.watched_y):,} {recipe.watched}:")
     if not method.ends_cycle(epochs - 1):
         last, better = method.stage_at(epochs - 1, epochs), method.epochs_to_end_of_cycle(epochs)
         console.warn(f"epoch {epochs} is at the stage {last}; --epochs {better} would end at the cycle's last stage")
-    console.note(ROW.format("epoch", "stage", "lr", "loss", "clean", "fgsm", "pgd7", "align", "passes", "train s"))
+    console.note(ROW.format(*HEADINGS))

@@ -19,6 +19,8 @@ BATCH = 250  # images that share a generator, and a forward if they are small
 SMALL_IMAGE = 3 * 32 * 32
 SHOWN = 8  # images kept for display
 PASSES = 9.5  # per image: 11 forwards and 8 input backwards
+CALLS = 11  # of the model
+MEASURED = ("clean", "fgsm", "pgd7", "alignment")
 
 
 def measure(
@@ -29,7 +31,7 @@ def measure(
     eps: float | str,
     norm: Norm = "linf",
     seed: int,
-    tick: Callable[[int], None] = lambda _: None,
+    tick: Callable[[float], None] = lambda _: None,
     keep: list[Tensor] | None = None,
     shared: bool = False,
 ) -> dict[str, float]:
@@ -40,12 +42,14 @@ def measure(
     `alignment` is the mean cosine of the loss's gradients at x and at that start (Andriushchenko and Flammarion, 2020).
     Near 0 the loss is nonlinear within the ball, and a single step along the gradient at x fails.
 
-    `tick` is called with the number of images done, and may raise. `keep` gets the first images, then their PGD-7
-    examples. `shared`: all processes call this with all images, share the work, and get the same result.
+    `tick` is called after each call of the model, with the number of images done, and may raise. `keep` gets the first
+    images, then their PGD-7 examples. `shared`: all processes call this with all images, share the work, and get the
+    same result.
     """
     threat = Threat.of(eps, norm)
     eps = threat.eps
     probe = Probe(model, batch_size=max(min(BATCH, BATCH * SMALL_IMAGE // x[0].numel()), 2))
+    probe.tick = lambda: tick(probe.forwards / CALLS)
     right = torch.zeros(3, dtype=torch.int64, device=y.device)
     misaligned = torch.zeros((), device=y.device)
     with evaluating(model), full_precision():
@@ -65,7 +69,6 @@ def measure(
                 right[kind] += (~is_wrong(probe.logits(examples), labels)).sum()
             if keep is not None and not keep:
                 keep += [images[:SHOWN].cpu(), iterated[:SHOWN].cpu()]
-            tick(begin + len(labels))
     if shared:
         right, misaligned = distributed.summed(right), distributed.summed(misaligned)
     clean, single, multi = (count / len(y) for count in right.tolist())

@@ -25,6 +25,10 @@ from moatlab.training.presets import PRESETS, default_preset
 Deviation = Annotated[float, Field(gt=1e-6, allow_inf_nan=False)]
 
 
+# Left out of the file at their defaults, so that recipes without them keep their checksums.
+LEFT_OUT = ("monitor_every", "monitor_images")
+
+
 class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,6 +57,8 @@ class Recipe(BaseModel):
     bn_in_attack: Literal["train", "eval"] = Field(description="BatchNorm in attacks: batch or running statistics")
     holdout: int = Field(description="training images held out to watch the run", ge=0)
     monitor: Literal["holdout", "train", "test"] = Field(description="images watched after each epoch")
+    monitor_every: int = Field(1, description="watch every N epochs, at ends of cycles; the last always", ge=1)
+    monitor_images: int | None = Field(None, description="watch the first N of these images  [default: all]", ge=1)
     seed: int = Field(description="decides every random draw", ge=0, lt=2**63)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on new GPUs, else fp32")
     on_collapse: Literal["warn", "stop", "rollback", "heal"] = Field(
@@ -113,7 +119,9 @@ class Recipe(BaseModel):
         return hashlib.sha256(self.to_toml().encode()).hexdigest()
 
     def to_toml(self) -> str:
-        return tomli_w.dumps({"schema": SCHEMA, **self.model_dump(mode="json", exclude_none=True)})
+        fields = self.model_dump(mode="json", exclude_none=True)
+        unset = [name for name in LEFT_OUT if fields.get(name) == Recipe.model_fields[name].default]
+        return tomli_w.dumps({"schema": SCHEMA} | {name: fields[name] for name in fields if name not in unset})
 
 
 def make_recipe(

@@ -87,6 +87,15 @@ class Session:
         method = self.then if replaced else self.method
         return method.stage_at(step // self.steps_per_epoch, self.recipe.epochs)
 
+    def is_watched(self, epoch: int, replaced: bool = False) -> bool:
+        """Whether the monitor measures after this epoch: every `monitor_every` ones, rounded up to whole cycles, whose
+        ends are comparable; and after the last."""
+        recipe, method = self.recipe, self.then if replaced else self.method
+        if recipe.monitor_every == 1 or epoch + 1 == recipe.epochs:
+            return True
+        length = len(method.stages)
+        return (epoch + 1) % (-(-recipe.monitor_every // length) * length) == 0
+
     def where(self, step: int, replaced: bool = False) -> str:
         """A step, as named in messages."""
         epoch, stage = step // self.steps_per_epoch + 1, self.stage_at(step, replaced)
@@ -120,10 +129,12 @@ def split(images: Images, recipe: Recipe, device: torch.device) -> tuple[Batches
     trained = x[:count] if isinstance(x, Tensor) else x.part(range(count))
     batches = Batches(trained, y[:count], size, recipe.augment, recipe.seed)
     if recipe.monitor == "test":
-        return batches, images.test_x.to(device), images.test_y.to(device)
-    watched = torch.arange(count, len(y))
+        first = slice(recipe.monitor_images)
+        return batches, images.test_x[first].to(device), images.test_y[first].to(device)
+    watched = torch.arange(count, len(y))[: recipe.monitor_images]
     if recipe.monitor == "train":
-        watched = torch.randperm(count, generator=generator(0, "watched training images"))[:TRAIN_SAMPLE]
+        watched = torch.randperm(count, generator=generator(0, "watched training images"))
+        watched = watched[: min(recipe.monitor_images or TRAIN_SAMPLE, TRAIN_SAMPLE)]
     watched_x = x[watched.to(x.device)] if isinstance(x, Tensor) else x.part(watched.tolist()).in_memory()
     return batches, watched_x.to(device), y[watched.to(device)]
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from moatlab.runtime.signals import Caught, signals_caught
 from moatlab.training.checkpoint import start_or_resume
 from moatlab.training.collapse import CollapsePolicy, collapsed_at
 from moatlab.training.logbook import Logbook, RunBar, announce
-from moatlab.training.monitor import measure
+from moatlab.training.monitor import MEASURED, measure
 from moatlab.training.nan_guard import NanGuard
 from moatlab.training.recipe import Recipe
 from moatlab.training.run_folder import RunFolder, RunRecord
@@ -144,7 +145,7 @@ class Trainer:
         self.progress.train_seconds += seconds
 
     def end_epoch(self) -> None:
-        """Measure on the watched images, write the epoch's line, act on a collapse, save."""
+        """Measure on the watched images if it is time, write the epoch's line, act on a collapse, save."""
         session, recipe, progress = self.session, self.session.recipe, self.progress
         begun = time.perf_counter()
         self.guard.look()
@@ -154,12 +155,15 @@ class Trainer:
         epoch = progress.epochs_logged
         begun = time.perf_counter()
         examples: list[Tensor] = []
-        measured = self.measure(session.watched_x, session.watched_y, examples)
+        watched = session.is_watched(epoch, progress.replaced)
+        measured: dict[str, Any] = dict.fromkeys(MEASURED)
+        if watched:
+            measured = {**self.measure(session.watched_x, session.watched_y, examples)}
         seconds = time.perf_counter() - begun
         progress.monitor_seconds += seconds
         progress.monitor_cost += sum(distributed.from_all(self.meter.take()), Cost())
         stage = session.stage_at(progress.step - 1, progress.replaced)
-        comparable = (session.then if progress.replaced else session.method).ends_cycle(epoch)
+        comparable = watched and (session.then if progress.replaced else session.method).ends_cycle(epoch)
         line = {
             "epoch": epoch + 1,
             "stage": str(stage),
@@ -200,7 +204,7 @@ class Trainer:
                 model, x, y, eps=recipe.eps, norm=recipe.norm, seed=recipe.seed, tick=self.tick, keep=keep, shared=True
             )
 
-    def tick(self, images_watched: int) -> None:
+    def tick(self, images_watched: float) -> None:
         """Show the progress of a measurement, and stop at ctrl-C."""
         self.bar.show(images_watched)
         if distributed.count() == 1:  # several stop together, after the measurement
