@@ -315,7 +315,7 @@ def test_a_finished_run_tells_its_accuracies_and_its_record_says_the_same(moat, 
     final = record["final"]
     shown = "  ".join(f"{name} {100 * final[name]:.1f} %" for name in ("clean", "fgsm", "pgd7"))
     assert out.splitlines()[0].startswith(f"moat:2 on 20 test images: {shown}")
-    assert out.splitlines()[1] == "6 passes; the run is in run"
+    assert re.fullmatch(r"6 passes; training \d+ s, monitor \d+ s; the run is in run", out.splitlines()[1])
     assert record["counted"] == record["planned"] == parse_method("moat:2").cost(3).as_dict()
     assert record["steps_done"] == 3 * record["steps_per_epoch"] == 9
     assert record["data"]["held_out"] == record["data"]["monitored"] == 20

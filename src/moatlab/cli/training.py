@@ -68,8 +68,8 @@ def train_command(
             collapse = f"  (collapsed at epoch {record.alarms[-1]}; model of epoch {record.kept_epoch})"
         click.echo(f"{record.method} on {record.final['images']:,} test images: {accuracy}{collapse}")
         extra = f" ({healing:+g} beyond the plan, for healing)" if (healing := record.healing["passes"]) else ""
-        times = f"{console.duration(record.train_seconds)} of training, {console.duration(record.monitor_seconds)} of"
-        click.echo(f"{record.counted['passes']:g} passes{extra}; {times} monitoring; the run is in {out}")
+        times = f"training {console.duration(record.train_seconds)}, monitor {console.duration(record.monitor_seconds)}"
+        click.echo(f"{record.counted['passes']:g} passes{extra}; {times}; the run is in {out}")
         if page.exists():
             click.echo(f"report: {page}")
         click.echo(f"next: moat eval {out}{' --trust-model-code' if recipe.names_code else ''}")
