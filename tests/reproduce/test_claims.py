@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from render_results import page_of
 
-from moatlab.evaluation.intervals import interval, over_seeds, paired_difference, wilson
 from moatlab.reproduce.claims import Run, check_claims, paper_rows
 from moatlab.reproduce.outcomes import Evaluated, Outcome, as_runs, read_outcomes, unpack
 from moatlab.reproduce.paper import COLUMNS, EXPERIMENTS, experiment
 from moatlab.runtime.errors import UserError
+from moatlab.runtime.intervals import interval, over_seeds, paired_difference, wilson
 from moatlab.training.collapse import collapsed_at
 
 KEPT = Path(__file__).parents[2] / "docs" / "results"

@@ -44,3 +44,27 @@ def test_ctrl_c_is_a_keyboard_interrupt_that_shows_how_to_resume_to_the_same_bit
     resumed = moatlab.train(Interrupting(), data(), out="run", resume=True, **OPTIONS)
     assert resumed.record.model == whole.record.model
     assert (alone / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_prints_the_last_lines_of_the_command_and_displays_as_a_card():
+    run = moatlab.train(Interrupting(), data(), out="<b>run", **OPTIONS)
+    first, second = str(run).splitlines()
+    assert first.startswith(f"moat:2 on {run.record.final['images']} test images: clean ")
+    assert second == "6 passes; training 0 s, monitor 0 s; the run is in <b>run"
+    assert repr(run) == "TrainedRun('<b>run', moat:2, finished)"
+    html = run._repr_html_()
+    assert "&lt;b&gt;run" in html
+    assert "<b>" not in html
+    assert all(part in html for part in ("pgd7", "95 %", "3 epochs", "eps 8/255"))
+    run.record.collapsed_at = 2
+    assert "COLLAPSED at epoch 2" in str(run)
+    assert "COLLAPSED at epoch 2" in run._repr_html_()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_unfinished_run_shows_how_far_it_is():
+    run = moatlab.train(Interrupting(), data(), out="run", max_steps=2, **OPTIONS)
+    total = 3 * run.record.steps_per_epoch
+    assert str(run).splitlines()[0] == f"moat:2: stopped after step 2 of {total}"
+    assert f"stopped after step 2 of {total}" in run._repr_html_()

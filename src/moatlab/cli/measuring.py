@@ -68,9 +68,7 @@ def eval_command(run: Path | None, attacks: str | None, as_json: bool, threads: 
     if as_json:
         shared.print_file(target.card)
         return
-    from moatlab.report.terminal import print_card
-
-    print_card(card)
+    card.summary().print()
     click.echo(f"card: {target.card}")
 
 

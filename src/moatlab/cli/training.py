@@ -62,14 +62,7 @@ def train_command(
     if as_json:
         shared.print_file(out / RunFile.RECORD)
     elif record.final:
-        accuracy = "  ".join(f"{name} {100 * record.final[name]:.1f} %" for name in ("clean", "fgsm", "pgd7"))
-        collapse = f"  COLLAPSED at epoch {record.collapsed_at}" if record.collapsed_at else ""
-        if record.kept_epoch:
-            collapse = f"  (collapsed at epoch {record.alarms[-1]}; model of epoch {record.kept_epoch})"
-        click.echo(f"{record.method} on {record.final['images']:,} test images: {accuracy}{collapse}")
-        extra = f" ({healing:+g} beyond the plan, for healing)" if (healing := record.healing["passes"]) else ""
-        times = f"training {console.duration(record.train_seconds)}, monitor {console.duration(record.monitor_seconds)}"
-        click.echo(f"{record.counted['passes']:g} passes{extra}; {times}; the run is in {out}")
+        click.echo(record.text(out))
         if page.exists():
             click.echo(f"report: {page}")
         click.echo(f"next: moat eval {out}{' --trust-model-code' if recipe.names_code else ''}")

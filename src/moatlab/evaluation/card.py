@@ -9,20 +9,20 @@ import numpy as np
 import torch
 from pydantic import BaseModel, PositiveInt, ValidationError
 
-from moatlab.attacks.catalog import AUDIT, CATALOG
 from moatlab.attacks.norms import Norm, Threat
 from moatlab.data.images import Images
 from moatlab.evaluation.checks import device_of
 from moatlab.evaluation.evaluator import evaluate
 from moatlab.evaluation.red_flags import Flag, Measured, Verdicts
-from moatlab.evaluation.result import NOT_FOUND, Cost, Evaluation, Settings, Share, first_broken_by, merged, shares
+from moatlab.evaluation.result import Audit, Evaluation, Result, Settings, Share, first_broken_by, merged, summarise
 from moatlab.evaluation.state import discard, for_one_process, pieces
 from moatlab.evaluation.target import Subject, Target
 from moatlab.runtime import distributed
-from moatlab.runtime.console import note, warn
+from moatlab.runtime.console import counted, note, warn
 from moatlab.runtime.environment import describe_environment
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import atomic, read_json, remove_leftovers, with_checksum
+from moatlab.runtime.sheet import Sheet
 
 
 class Data(BaseModel, extra="forbid", strict=True):
@@ -31,18 +31,6 @@ class Data(BaseModel, extra="forbid", strict=True):
     images: PositiveInt
     sha256: str
     note: str | None
-
-
-class Result(Cost, Share):
-    note: str = ""  # in the file only if there is one
-
-
-class Audit(BaseModel, extra="forbid", strict=True):
-    attacked: int
-    broken: int
-    forwards: int
-    gradients: int
-    seconds: float
 
 
 class Card(BaseModel, extra="forbid", strict=True):
@@ -60,6 +48,10 @@ class Card(BaseModel, extra="forbid", strict=True):
     first_broken_by: list[str | None]
     broken_by: Verdicts
     audit: Audit | None = None  # in the file only if there was one
+
+    def summary(self) -> Sheet:
+        """The table that `moat eval` prints."""
+        return summarise(self, f"{self.subject.name}: {counted(self.data.images, 'test image')} of {self.data.name}")
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -188,27 +180,20 @@ def warn_of_sorted(images: Images, count: int) -> None:
 
 
 def make_card(result: Evaluation, target: Target, environment: dict[str, str | int], saved: str | None) -> Card:
-    images, broken_by, cost = target.images, result.broken_by, result.cost
-    first, audit = first_broken_by(broken_by), None
-    if AUDIT in broken_by:
-        broken = sum(verdict not in NOT_FOUND for verdict in broken_by[AUDIT])
-        audit = Audit(attacked=broken + broken_by[AUDIT].count(None), broken=broken, **dict(cost[AUDIT]))
+    images = target.images
     return Card(
         subject=target.subject,
         data=Data(name=images.name, part="test", images=result.settings.images, sha256=images.sha256, note=images.note),
         settings=result.settings,
-        results={
-            name: Result(**dict(shares(broken_by[name])), **dict(cost[name]), note=CATALOG[name].note)
-            for name in result.attacks
-        },
-        all_attacks=shares(first),
+        results=result.results,
+        all_attacks=result.all_attacks,
         flags=result.flags,
         measured=result.measured,
         adversarial=saved,
         environment=environment,
-        first_broken_by=first,
-        broken_by=broken_by,
-        audit=audit,
+        first_broken_by=first_broken_by(result.broken_by),
+        broken_by=result.broken_by,
+        audit=result.audit,
     )
 
 

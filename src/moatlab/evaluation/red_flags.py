@@ -13,7 +13,7 @@ from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import Threat, distance
 from moatlab.attacks.probe import Probe
 from moatlab.evaluation.checks import Outputs
-from moatlab.evaluation.intervals import wilson
+from moatlab.runtime.intervals import wilson
 
 # For each attack and image: what broke it; None: robust; "clean", or "before" in the audit: misclassified already.
 Verdicts = dict[str, list[str | None]]

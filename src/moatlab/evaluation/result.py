@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Protocol, TypeAlias
 
 import torch
 from pydantic import BaseModel, Field, PositiveInt
 from torch import Tensor
 
-from moatlab.attacks.catalog import AUDIT
+from moatlab.attacks.catalog import AUDIT, CATALOG
 from moatlab.attacks.norms import Norm, Threat
-from moatlab.evaluation.intervals import wilson
 from moatlab.evaluation.red_flags import Flag, Measured, Verdicts, judge
+from moatlab.runtime.console import counted
+from moatlab.runtime.intervals import wilson
+from moatlab.runtime.sheet import Line, Sheet, percent, percent_range
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 NOT_FOUND = (None, "clean", "before")  # verdicts without an adversarial example: robust, or wrong before the attack
@@ -53,9 +55,21 @@ class Share(BaseModel, extra="forbid", strict=True):
     standing: int
 
 
+class Result(Cost, Share):
+    note: str = ""  # in the file only if there is one
+
+
+class Audit(BaseModel, extra="forbid", strict=True):
+    attacked: int
+    broken: int
+    forwards: int
+    gradients: int
+    seconds: float
+
+
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """Verdicts on all images, in the order given. Accuracies are fractions."""
+    """Verdicts on all images, in the order given. Accuracies are fractions. `print` shows the table of `moat eval`."""
 
     broken_by: Verdicts  # None: robust; "clean": misclassified without an attack
     cost: dict[str, Cost]
@@ -84,8 +98,38 @@ class Evaluation:
         """Signs that the accuracies may overestimate robustness."""
         return judge(self.measured, self.broken_by)
 
+    @property
+    def results(self) -> dict[str, Result]:
+        """For each attack: accuracy, interval, cost."""
+        return {
+            name: Result(**dict(shares(self.broken_by[name])), **dict(self.cost[name]), note=CATALOG[name].note)
+            for name in self.attacks
+        }
+
+    @property
+    def all_attacks(self) -> Share:
+        return shares(first_broken_by(self.broken_by))
+
+    @property
+    def audit(self) -> Audit | None:
+        if AUDIT not in self.broken_by:
+            return None
+        broken = sum(verdict not in NOT_FOUND for verdict in self.broken_by[AUDIT])
+        attacked = broken + self.broken_by[AUDIT].count(None)
+        return Audit(attacked=attacked, broken=broken, **dict(self.cost[AUDIT]))
+
     def __repr__(self) -> str:
-        return f"Evaluation(accuracy={self.accuracy}, flags={[flag.name for flag in self.flags]})"
+        accuracy = {name: round(share, 4) for name, share in self.accuracy.items()}
+        return f"Evaluation(accuracy={accuracy}, flags={[flag.name for flag in self.flags]})"
+
+    def __str__(self) -> str:
+        return self._summary().text()
+
+    def _repr_html_(self) -> str:
+        return self._summary().html()
+
+    def _summary(self) -> Sheet:
+        return summarise(self, counted(self.settings.images, "image"))
 
 
 def merged(parts: Sequence[Evaluation]) -> Evaluation:
@@ -118,3 +162,45 @@ def first_broken_by(broken_by: Verdicts) -> list[str | None]:
     """For each image, the first attack that broke it, in the order they ran."""
     each = (zip(broken_by, verdicts, strict=True) for verdicts in zip(*broken_by.values(), strict=True))
     return [next((name for name, verdict in pairs if verdict is not None), None) for pairs in each]
+
+
+class Summarised(Protocol):
+    """What an `Evaluation` and a card have in common."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def results(self) -> dict[str, Result]: ...
+    @property
+    def all_attacks(self) -> Share: ...
+    @property
+    def flags(self) -> list[Flag]: ...
+    @property
+    def audit(self) -> Audit | None: ...
+
+
+def summarise(one: Summarised, title: str) -> Sheet:
+    """Accuracies with their intervals and costs, red flags, and the accuracy under all attacks."""
+    settings, whole, results = one.settings, one.all_attacks, one.results
+    precision = f", in {settings.precision}" if settings.precision != "fp32" else ""
+    rows: list[tuple[str, ...]] = [
+        (
+            f"{name} *" if result.note else name,
+            *(percent(result.accuracy), percent_range(result.interval)),
+            *(f"{result.forwards:,}", f"{result.gradients:,}", f"{result.seconds:.1f}"),
+        )
+        for name, result in results.items()
+    ]
+    if len(results) > 2:
+        rows.append(("all", percent(whole.accuracy), percent_range(whole.interval), "", "", ""))
+    lines = [Line(f"* {name} is {result.note}") for name, result in results.items() if result.note]
+    if one.audit:
+        lines.append(Line(f"audit: {one.audit.broken} of {one.audit.attacked} robust images were broken"))
+    lines += [Line(f"RED FLAG {flag.name} ({flag.evidence}): {flag.meaning}", alert=True) for flag in one.flags]
+    if not one.flags:
+        lines.append(Line("no red flags"))
+    if any(name in CATALOG and CATALOG[name].thorough for name in results):
+        share = f"{percent(whole.accuracy)} % ({percent_range(whole.interval)})"
+        lines.append(Line(f"robust accuracy: {share} of {counted(settings.images, 'image')}, under all attacks"))
+    columns = ("attack", "accuracy %", "95 %", "forwards", "gradients", "seconds")
+    return Sheet(f"{title}, {settings.threat}{precision}", columns, rows, lines)

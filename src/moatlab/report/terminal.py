@@ -3,64 +3,27 @@
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Column, Table
 
-from moatlab.attacks.catalog import CATALOG, WATCHED
-from moatlab.evaluation.card import Card
+from moatlab.attacks.catalog import WATCHED
+from moatlab.runtime.console import counted
+from moatlab.runtime.sheet import make_table, plain_console
 
 
 def print_comparison(result: dict[str, Any]) -> None:
     columns = ("method", *(f"{name} %" for name in WATCHED), "passes", "train s", "collapsed")
-    table = _table(*columns, title=f"accuracy on {result['rows'][0]['images']:,} test images")
+    rows = []
     for row in result["rows"]:
         percent = [f"{100 * row[name]:.1f}" for name in WATCHED]
         collapse = f"at epoch {row['collapsed_at']}" if row["collapsed_at"] else "no"
         collapse = f"at {row['alarms'][-1]}, kept {row['kept_epoch']}" if row["kept_epoch"] else collapse
-        table.add_row(row["method"], *percent, f"{row['passes']:g}", f"{row['train_seconds']:.0f}", collapse)
-    console = _console()
-    console.print(table)
+        rows.append((row["method"], *percent, f"{row['passes']:g}", f"{row['train_seconds']:.0f}", collapse))
+    console, title = plain_console(), f"accuracy on {counted(result['rows'][0]['images'], 'test image')}"
+    console.print(make_table(*columns, title=title, rows=rows))
     for row in result["rows"]:
         if row["collapsed_at"] and not row["kept_epoch"] and row["fgsm"] > row["pgd7"] + 0.1:
             console.print(f"{row['method']} is only robust to FGSM: {100 * row['pgd7']:.1f} % under PGD-7.")
     console.print(f"setting: {result['setting']}")
     console.print(f"plot: {result['plot']}\nreport: {result['report']}", soft_wrap=True)
-
-
-def print_card(card: Card) -> None:
-    settings, data, whole = card.settings, card.data, card.all_attacks
-    title = f"{card.subject.name}: {data.images:,} test images of {data.name}, {settings.threat}"
-    title += f", in {settings.precision}" if settings.precision != "fp32" else ""
-    table = _table("attack", "accuracy %", "95 %", "forwards", "gradients", "seconds", title=title)
-    low, high = (f"{100 * bound:.1f}" for bound in whole.interval)
-    for name, result in card.results.items():
-        bounds = "-".join(f"{100 * bound:.1f}" for bound in result.interval)
-        work = f"{result.forwards:,}", f"{result.gradients:,}", f"{result.seconds:.1f}"
-        table.add_row(f"{name} *" if result.note else name, f"{100 * result.accuracy:.1f}", bounds, *work)
-    if len(card.results) > 2:
-        table.add_row("all", f"{100 * whole.accuracy:.1f}", f"{low}-{high}", "", "", "")
-    console = _console()
-    console.print(table)
-    for name, result in card.results.items():
-        if result.note:
-            console.print(f"* {name} is {result.note}")
-    if card.audit:
-        console.print(f"audit: {card.audit.broken} of {card.audit.attacked} robust images were broken")
-    for flag in card.flags:
-        console.print(f"RED FLAG {flag.name} ({flag.evidence}): {flag.meaning}", style="red")
-    if not card.flags:
-        console.print("no red flags")
-    if any(name in CATALOG and CATALOG[name].thorough for name in card.results):
-        share = f"{100 * whole.accuracy:.1f} % ({low}-{high})"
-        console.print(f"robust accuracy: {share} of {data.images:,} images, under all attacks")
-
-
-def _console() -> Console:
-    return Console(highlight=False, emoji=False, markup=False)  # names may contain [brackets]
-
-
-def _table(*columns: str, title: str) -> Table:
-    return Table(columns[0], *(Column(name, justify="right") for name in columns[1:]), title=title)
 
 
 def print_bench(result: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from moatlab.evaluation.intervals import paired_difference
 from moatlab.reproduce.paper import COLUMNS, EXPERIMENTS, PRINTED, Experiment
+from moatlab.runtime.intervals import paired_difference
 
 STRONG = ("pgd50", "aa")  # the columns meant by "robust accuracy"
 TINY = 1e-12  # rounding: 0.4368 - 0.4168 is slightly less than 0.02

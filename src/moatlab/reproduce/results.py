@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from moatlab.evaluation.intervals import interval
 from moatlab.reproduce.claims import check_claims, paper_rows
 from moatlab.reproduce.outcomes import Outcome, as_runs
 from moatlab.reproduce.paper import Experiment, Part, Row
@@ -16,6 +15,7 @@ from moatlab.reproduce.tables import as_text
 from moatlab.runtime.environment import commit, describe_environment
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import atomic, make_folder, write_json
+from moatlab.runtime.intervals import interval
 
 
 def make_result(

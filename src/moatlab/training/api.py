@@ -22,13 +22,23 @@ from moatlab.training.setup import Session
 from moatlab.training.trainer import Trainer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainedRun:
-    """Returned by `train`: the run's folder, its record, and the model in eval mode."""
+    """Returned by `train`: the run's folder, its record, and the model in eval mode. `print` shows its accuracies."""
 
     folder: Path
     record: RunRecord
     model: nn.Module
+    images: Images | None = None  # those given to `train` in memory
+
+    def __repr__(self) -> str:
+        return f"TrainedRun({str(self.folder)!r}, {self.record.method}, {self.record.status})"
+
+    def __str__(self) -> str:
+        return self.record.text(self.folder)
+
+    def _repr_html_(self) -> str:
+        return self.record.html(self.folder)
 
 
 def train(
@@ -84,7 +94,8 @@ def train(
         except Interrupted as error:
             again = f'to continue, call moatlab.train again with out="{folder}", resume=True'
             raise Interrupted(f"{error}; {again}", error.signal_number) from None
-    return TrainedRun(folder, record, own.eval() if own is not None else load(folder, trust_model_code=True))
+    trained = own.eval() if own is not None else load(folder, trust_model_code=True)
+    return TrainedRun(folder, record, trained, images)
 
 
 def _given_images(data: Any) -> Images | None:

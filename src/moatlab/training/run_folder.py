@@ -15,8 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moatlab.attacks.catalog import WATCHED
+from moatlab.runtime.console import counted, duration
 from moatlab.runtime.errors import Damaged, UserError
 from moatlab.runtime.files import RunFile, locked, read_json, read_whole, remove_leftovers, write_json
+from moatlab.runtime.intervals import wilson
+from moatlab.runtime.sheet import Line, Sheet, percent, percent_range
 from moatlab.training.recipe import Recipe, load_recipe, option_name
 
 LOGS = {".log", ".txt", ".out", ".err"}  # the output of a job may be in the run's folder
@@ -52,6 +56,44 @@ class RunRecord:
     skipped_steps: int = 0
     final: dict[str, Any] | None = None
     message: str | None = None
+
+    @property
+    def collapse(self) -> str:
+        """What became of a collapse; empty without one."""
+        if self.kept_epoch:
+            return f"collapsed at epoch {self.alarms[-1]}; model of epoch {self.kept_epoch}"
+        return f"COLLAPSED at epoch {self.collapsed_at}" if self.collapsed_at else ""
+
+    @property
+    def state(self) -> str:
+        """What the accuracies are of, or how far the run is."""
+        if self.final:
+            return f"{self.method} on {counted(self.final['images'], 'test image')}"
+        return f"{self.method}: {self.status} after step {self.steps_done} of {self.epochs * self.steps_per_epoch}"
+
+    def cost_and_place(self, folder: Path) -> str:
+        healing = self.healing.get("passes", 0)
+        extra = f" ({healing:+g} beyond the plan, for healing)" if healing else ""
+        times = f"training {duration(self.train_seconds)}, monitor {duration(self.monitor_seconds)}"
+        return f"{counted(self.counted['passes'], 'pass')}{extra}; {times}; the run is in {folder}"
+
+    def text(self, folder: Path) -> str:
+        """The lines that `moat train` ends with."""
+        collapse = f"  ({self.collapse})" if self.kept_epoch else f"  {self.collapse}" if self.collapse else ""
+        accuracy = [f"{name} {percent(self.final[name])} %" for name in WATCHED] if self.final else []
+        first = f"{self.state}: {'  '.join(accuracy)}{collapse}" if accuracy else self.state
+        return f"{first}\n{self.cost_and_place(folder)}"
+
+    def html(self, folder: Path) -> str:
+        """A card for a notebook: accuracies with intervals, a collapse, the setting."""
+        rows = []
+        if self.final:
+            images = self.final["images"]
+            shares = {name: self.final[name] for name in WATCHED}
+            rows = [(name, percent(one), percent_range(wilson(one * images, images))) for name, one in shares.items()]
+        lines = [Line(self.collapse, alert=True)] if self.collapse else []
+        lines += [Line(self.setting), Line(self.cost_and_place(folder))]
+        return Sheet(self.state, ("attack", "accuracy %", "95 %"), rows, lines).html()
 
 
 class RunFolder:
