@@ -1,7 +1,7 @@
 """Console output on stderr: notes, warnings and a progress bar.
 
-On a terminal the bar is drawn by rich; in a log file it is a plain line every 15 s. Called from Python, moatlab prints
-only if `verbose=True`, or if stderr is a terminal or a notebook.
+On a terminal the bar is drawn by rich, in a notebook by the browser; in a log file it is a plain line every 15 s.
+Called from Python, moatlab prints only if `verbose=True`, or if stderr is a terminal or a notebook.
 """
 
 import math
@@ -9,14 +9,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Self
+from html import escape
+from importlib import import_module
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from moatlab.runtime import distributed
 
-PLAIN_LINE_SECONDS = 15.0
+PLAIN_LINE_SECONDS, NOTEBOOK_SECONDS = 15.0, 0.25  # between two updates
 
 console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True, quiet=not distributed.is_first())
 _verbose: ContextVar[bool | None] = ContextVar("verbose", default=None)
@@ -74,9 +76,13 @@ class Bar:
         self._marks = [(time.perf_counter(), done)]  # the speed is measured from the last one
         self._next_line = 0.0
         self._progress: Progress | None = None
+        self._in_notebook: Any = None  # the handle of an output
 
     def __enter__(self) -> Self:
-        if console.is_terminal and is_heard():
+        if console.is_jupyter and is_heard():  # rich would need ipywidgets
+            display = import_module("IPython.display").display
+            self._in_notebook = display(_notebook_bar(self.title, 0.0), raw=True, display_id=True)
+        elif console.is_terminal and is_heard():
             title, rest = "{task.description}", "{task.percentage:3.0f}% {task.fields[text]}"
             columns = TextColumn(title, markup=False), BarColumn(bar_width=20), TextColumn(rest, markup=False)
             self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
@@ -87,6 +93,8 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         if self._progress:
             self._progress.stop()
+        if self._in_notebook:
+            self._in_notebook.update({"text/html": "", "text/plain": ""}, raw=True)
 
     def update(self, done: float, text: str = "", *, title: str | None = None, total: float | None = None) -> None:
         """Cheap enough for every step: a terminal is redrawn four times a second."""
@@ -95,8 +103,12 @@ class Bar:
         if self._progress:
             self._progress.update(self._task, completed=done, total=self.total, description=self.title, text=text)
         elif time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
-            note(f"{self.title}  {100 * done / self.total:.0f}%  {text}")
+            self._next_line = time.monotonic() + (NOTEBOOK_SECONDS if self._in_notebook else PLAIN_LINE_SECONDS)
+            line = f"{self.title}  {100 * done / self.total:.0f}%  {text}"
+            if self._in_notebook:
+                self._in_notebook.update(_notebook_bar(line, done / self.total), raw=True)
+            else:
+                note(line)
 
     def eta(self, done: float) -> str:
         """The time left at the speed so far, without the first step (warm-up) as soon as there are more."""
@@ -107,3 +119,8 @@ class Bar:
         if done <= done_then or math.isinf(self.total):
             return "unknown"
         return duration((self.total - done) * (now - begun) / (done - done_then))
+
+
+def _notebook_bar(line: str, share: float) -> dict[str, str]:
+    drawn = f'<progress value="{share:.4f}" style="width:12em;vertical-align:middle"></progress>'
+    return {"text/html": f"<div>{drawn} {escape(line)}</div>", "text/plain": line}

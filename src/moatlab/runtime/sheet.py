@@ -64,7 +64,7 @@ def make_table(*columns: str, title: str, rows: Sequence[tuple[str, ...]]) -> Ta
 
 def plain_console(file: io.StringIO | None = None) -> Console:
     """On stdout or a file. Names may contain [brackets], which are not markup."""
-    return Console(file=file, highlight=False, emoji=False, markup=False, force_jupyter=False)
+    return Console(file=file, highlight=False, emoji=False, markup=False, force_jupyter=False, **NO_STYLE if file else {})
 
 
 def percent(share: float) -> str:
