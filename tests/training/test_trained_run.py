@@ -1,6 +1,7 @@
 """What `moatlab.train` returns or raises in Python."""
 
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,3 +69,17 @@ def test_an_unfinished_run_shows_how_far_it_is():
     total = 3 * run.record.steps_per_epoch
     assert str(run).splitlines()[0] == f"moat:2: stopped after step 2 of {total}"
     assert f"stopped after step 2 of {total}" in run._repr_html_()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_report_of_a_run_in_memory_needs_no_file_of_its_model_and_images(monkeypatch):
+    monkeypatch.setattr("moatlab.report.portrait.STEPS", 2)
+    run = moatlab.train(Interrupting(), data(), out="run", **OPTIONS)
+    with torch.no_grad():
+        run.model[1].weight.zero_()  # the page shows the run's own weights
+    page = moatlab.write_report(run)
+    assert page == Path("run/report.html")
+    text = page.read_text()
+    assert "Robustness by radius" in text
+    assert "trust_model_code" not in text
+    assert (run.model[1].weight == 0).all()

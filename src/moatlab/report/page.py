@@ -18,7 +18,7 @@ from moatlab.attacks.catalog import CATALOG, NAMES, WATCHED
 from moatlab.attacks.norms import Threat
 from moatlab.report.charts import COLOURS, Series, line_chart, pareto, scatter, surface
 from moatlab.report.plots import plot_portrait, plot_run
-from moatlab.report.views import RunView, find_runs, gather
+from moatlab.report.views import RunView, Source, find_runs, gather
 from moatlab.runtime.console import duration, verbosity, warn
 from moatlab.runtime.errors import NotWritten, RunFailed, UserError
 from moatlab.runtime.files import RunFile, atomic, make_folder, remove_leftovers
@@ -49,8 +49,9 @@ def write_report(
     if not folders:
         raise UserError("give at least one run folder, such as runs/moat-2_mini_s0")
     out = Path(out) if out else folders[0] / RunFile.REPORT
+    trained = {run.folder: run for run in each if isinstance(run, TrainedRun)}
     with verbosity(verbose):
-        _write(find_runs(folders), out, data_dir=data_dir, trust_model_code=trust_model_code)
+        _write(find_runs(folders), out, data_dir=data_dir, trust_model_code=trust_model_code, trained=trained)
     return out
 
 
@@ -68,13 +69,15 @@ def _write(
     *,
     data_dir: str | Path | None = None,
     trust_model_code: bool = False,
+    trained: dict[Path, TrainedRun] | None = None,
     title: str | None = None,
     top: dict[str, Any] | None = None,
 ) -> None:
-    """`top` is shown above the runs: tables and claims."""
+    """`top` is shown above the runs: tables and claims. `trained`: runs whose models are in memory, by folder."""
     if out.is_dir():
         raise UserError(f"{out} is a folder; give a file, such as {out / RunFile.REPORT}")
-    views = gather(folders, data_dir=Path(data_dir) if data_dir else None, trust_model_code=trust_model_code)
+    source = Source(Path(data_dir) if data_dir else None, trust_model_code, trained or {})
+    views = gather(folders, source)
     for view in views:
         try:
             draw_pictures(view)

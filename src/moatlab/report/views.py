@@ -1,5 +1,6 @@
 """The runs of a page, read from their folders. Missing or damaged files are listed, the rest is shown."""
 
+import copy
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ from moatlab.data.images import Images
 from moatlab.data.loading import load_images
 from moatlab.evaluation.card import Card
 from moatlab.evaluation.red_flags import Flag
-from moatlab.evaluation.target import load_target
-from moatlab.models.weights import read_weights
+from moatlab.evaluation.target import Subject, Target, load_target
+from moatlab.models.weights import read_weights, set_weights
 from moatlab.report.portrait import Portrait, draw_portrait
 from moatlab.runtime.errors import NotWritten, UserError, users_code
 from moatlab.runtime.files import RunFile, read_json, remove_leftovers, write_json
+from moatlab.training.api import TrainedRun
 from moatlab.training.recipe import Recipe, load_recipe
 from moatlab.training.run_folder import RunFolder, RunRecord
 
@@ -80,10 +82,33 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (RunFile.RECORD, RunFile.RECIPE, RunFile.MODEL))
 
 
-def gather(folders: list[Path], *, data_dir: Path | None, trust_model_code: bool) -> list[RunView]:
+@dataclass(frozen=True)
+class Source:
+    """Where models and images come from: memory, or files."""
+
+    data_dir: Path | None
+    trust_model_code: bool
+    trained: dict[Path, TrainedRun]  # models in memory, by folder
+    read_images: ReadImages = field(default_factory=lambda: cache(load_images))  # shared by the runs
+
+    def target(self, folder: Path) -> Target:
+        run = self.trained.get(folder)
+        if run is None:
+            options: dict[str, Any] = {"data_dir": self.data_dir, "trust_model_code": self.trust_model_code}
+            return load_target(folder, read_images=self.read_images, **options)
+        tensors, description = read_weights(folder)
+        model = copy.deepcopy(run.model)  # may have been changed since
+        set_weights(model, tensors, folder)
+        recipe = load_recipe(RunFolder(folder).recipe)
+        images = run.images or self.read_images(recipe.data, self.data_dir)
+        weights = str(description["sha256"])
+        subject = Subject(name="", model=recipe.model, file=None, data=recipe.data, sha256="", weights=weights)
+        return Target(model, subject, folder / RunFile.CARD, images, recipe.threat)
+
+
+def gather(folders: list[Path], source: Source) -> list[RunView]:
     """Read the runs. The label of a run is its method; if that is not unique, its folder's name or path."""
-    images = cache(load_images)  # shared by the runs
-    views = [_view(folder, images, data_dir, trust_model_code) for folder in folders]
+    views = [_view(folder, source) for folder in folders]
     methods = [view.method for view in views]
     names = [view.folder.resolve().name for view in views]
     for view, method, name in zip(views, methods, names, strict=True):
@@ -92,7 +117,7 @@ def gather(folders: list[Path], *, data_dir: Path | None, trust_model_code: bool
     return views
 
 
-def _view(folder: Path, images: ReadImages, data_dir: Path | None, trust_model_code: bool) -> RunView:
+def _view(folder: Path, source: Source) -> RunView:
     run, view = RunFolder(folder), RunView(folder)
     view.recipe = _read(view, lambda: load_recipe(run.recipe))
     view.record = _read(view, lambda: _read_record(run))
@@ -104,7 +129,7 @@ def _view(folder: Path, images: ReadImages, data_dir: Path | None, trust_model_c
             view.cards.append(card)
     if identity and view.record and view.record.status == "finished":  # not while it may still change
         weights = identity["weights"]
-        view.portrait = _read(view, lambda: _portrait(view, weights, images, data_dir, trust_model_code))
+        view.portrait = _read(view, lambda: _portrait(view, weights, source))
     return view
 
 
@@ -150,15 +175,13 @@ def _read_card(path: Path, identity: dict[str, str] | None, recipe: Recipe | Non
     return card
 
 
-def _portrait(
-    view: RunView, weights: str, images: ReadImages, data_dir: Path | None, trust_model_code: bool
-) -> Portrait:
+def _portrait(view: RunView, weights: str, source: Source) -> Portrait:
     """As cached in the run folder, or drawn again if that is missing, damaged or of other weights."""
     path = view.folder / RunFile.PORTRAIT
     with suppress(UserError, ValidationError, TypeError):
         if (portrait := Portrait(**read_json(path))).weights == weights:
             return portrait
-    target = load_target(view.folder, data_dir=data_dir, trust_model_code=trust_model_code, read_images=images)
+    target = source.target(view.folder)
     with users_code(f"the model in {view.folder} could not be attacked"):
         portrait = draw_portrait(target)
     view.portrait_is_new = True

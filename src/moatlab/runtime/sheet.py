@@ -4,7 +4,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -63,8 +63,9 @@ def make_table(*columns: str, title: str, rows: Sequence[tuple[str, ...]]) -> Ta
 
 
 def plain_console(file: io.StringIO | None = None) -> Console:
-    """On stdout or a file. Names may contain [brackets], which are not markup."""
-    return Console(file=file, highlight=False, emoji=False, markup=False, force_jupyter=False, **NO_STYLE if file else {})
+    """On stdout, or without colours on a file. Names may contain [brackets], which are not markup."""
+    colours: Literal["auto"] | None = None if file else "auto"
+    return Console(file=file, color_system=colours, highlight=False, emoji=False, markup=False, force_jupyter=False)
 
 
 def percent(share: float) -> str:
