@@ -98,7 +98,7 @@ def test_a_first_step_that_overflows_in_fp16_leaves_weights_and_momentum_as_they
     session.scaler.update()
     for parameter, old in zip(session.model.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
-        assert not session.optimizer.velocity[parameter].any()
+        assert not session.optimizer.state[parameter][0].any()
 
 
 def test_gradients_that_never_fit_into_fp16_end_the_run(tmp_path, short, monkeypatch):

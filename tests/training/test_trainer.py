@@ -284,7 +284,7 @@ def test_sgd_after_a_resume_equals_sgd_without_one(tmp_path):
     session = SimpleNamespace(model=model, optimizer=optimizer, scaler=scaler, identity="this run")
     save_checkpoint(folder, session, Progress(step=1), None)
     content = torch.load(path, weights_only=True)  # what a contiguous round trip would leave in the file
-    content["momentum"] = [buffer.contiguous() for buffer in content["momentum"]]
+    content["optimizer"] = [[tensor.contiguous() for tensor in tensors] for tensors in content["optimizer"]]
     buffer = io.BytesIO()
     torch.save(content, buffer)
     path.write_bytes(seal(buffer.getvalue()))
@@ -321,7 +321,7 @@ def test_a_training_process_does_not_import_the_compiler(small):
 def test_momentum_takes_the_strides_of_its_parameter():
     parameter = torch.rand(4, 3, 3, 3).to(memory_format=torch.channels_last)
     buffer = torch.rand(4, 3, 3, 3)
-    copied = laid_out_like(parameter, buffer)
+    (copied,) = laid_out_like([parameter], [buffer])
     assert copied.stride() == parameter.stride() != buffer.stride()
     assert torch.equal(copied, buffer)
 

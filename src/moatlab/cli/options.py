@@ -58,8 +58,8 @@ model_option = functools.partial(click.option, "--model", callback=_importable)
 
 GROUPS = {
     "Data and model": "data data_dir stream augment holdout model width shortcut final_norm std init trust_model_code",
-    "Threat model": "eps norm bn_in_attack",
-    "Optimisation": "epochs schedule lr momentum weight_decay batch_size",
+    "Threat model": "eps eps_warmup norm bn_in_attack",
+    "Optimisation": "epochs optimizer schedule warmup lr momentum weight_decay batch_size",
     "Monitoring": "monitor monitor_every monitor_images on_collapse then on_nan",
     "Machine": "seed threads device precision deterministic on",
 }

@@ -5,9 +5,10 @@ import json
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from io import BytesIO
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +119,37 @@ def check_archive(file: BytesIO) -> None:
 
 def set_weights(model: nn.Module, tensors: dict[str, torch.Tensor], source: str | Path) -> None:
     """Load weights into a model; a UserError names the first mismatch of names or shapes."""
-    own = model.state_dict()
-    if not own.keys() & tensors.keys():  # the prefix of DataParallel
-        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-    reasons = []
+    tensors = named_alike(model, tensors)
+    for reason in mismatches(model, tensors).values():
+        raise UserError(f"the weights in {source} don't fit the model: {reason}")
+    model.load_state_dict(tensors)
+
+
+def named_alike(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors under the model's names, if they differ in a common prefix only, such as DataParallel's `module.`"""
+    own = model.state_dict().keys()
+    if own & tensors.keys():
+        return tensors
+    theirs, ours = common_prefix(tensors), common_prefix(own)
+    return {ours + name.removeprefix(theirs): tensor for name, tensor in tensors.items()}
+
+
+def common_prefix(names: Collection[str]) -> str:
+    """The modules that all names begin with: `model.` of `model.conv.weight` and `model.head.bias`."""
+    letters = zip(min(names, default=""), max(names, default=""), strict=False)  # what these two share, all share
+    shared = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], letters))
+    return shared[: shared.rfind(".") + 1]
+
+
+def mismatches(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The tensors whose names or shapes differ from the model's, and how."""
+    own, reasons = model.state_dict(), {}
     for name, tensor in own.items():
         if name not in tensors:
-            reasons.append(f"it lacks '{name}'")
-        elif tensors[name].shape != tensor.shape:
-            reasons.append(f"'{name}' is {tuple(tensors[name].shape)} there, but {tuple(tensor.shape)} in the model")
-    reasons += [f"it has '{name}', which the model lacks" for name in tensors if name not in own]
-    if reasons:
-        raise UserError(f"the weights in {source} don't fit the model: {reasons[0]}")
-    model.load_state_dict(tensors)
+            reasons[name] = f"it lacks '{name}'"
+        elif (there := tensors[name].shape) != tensor.shape:
+            reasons[name] = f"'{name}' is {tuple(there)} there, but {tuple(tensor.shape)} in the model"
+    return reasons | {name: f"it has '{name}', which the model lacks" for name in tensors if name not in own}
 
 
 def write_weights(path: Path, model: nn.Module, description: dict[str, Any]) -> str:

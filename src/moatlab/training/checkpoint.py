@@ -64,7 +64,7 @@ def save_checkpoint(folder: RunFolder, session: Session, progress: Progress, goo
         "identity": session.identity,
         "model": session.model.state_dict(),
         "good": good,
-        "momentum": [session.optimizer.velocity.get(p) for p in session.model.parameters()],
+        "optimizer": [session.optimizer.state.get(p, []) for p in session.model.parameters()],
         "scaler": session.scaler.state_dict(),
         "progress": asdict(progress),
     }
@@ -81,7 +81,7 @@ def seal(archive: bytes) -> bytes:
 
 
 def load_checkpoint(path: Path, session: Session) -> tuple[Progress, Weights | None]:
-    """Load weights, momentum and the scale of fp16 gradients; return the progress and the last good weights."""
+    """Load weights, optimizer state and the scale of fp16 gradients; return the progress and the last good weights."""
     try:
         sealed = read_whole(path)
         if seal(sealed[:-SEAL_LENGTH]) != sealed:  # before anything in it is parsed
@@ -96,24 +96,23 @@ def load_checkpoint(path: Path, session: Session) -> tuple[Progress, Weights | N
             raise ValueError("it is of another run: another recipe, or other data")
         state = content["progress"]
         costs = {name: Cost(**state[name]) for name in ("cost", "healing_cost", "monitor_cost")}
-        pairs = zip(session.model.parameters(), content["momentum"], strict=True)
-        velocity = {parameter: laid_out_like(parameter, buffer) for parameter, buffer in pairs if buffer is not None}
+        new, parameters = session.optimizer.state, list[Tensor](session.model.parameters())
+        pairs = zip(parameters, content["optimizer"], strict=True)
+        states = {parameter: laid_out_like(new[parameter], read) for parameter, read in pairs if parameter in new}
         progress = Progress(**state | costs)
         set_weights(session.model, content["model"], path)
         session.scaler.load_state_dict(content["scaler"])
-        session.optimizer.velocity |= velocity
+        session.optimizer.state |= states
     except (*UNREADABLE, pickle.UnpicklingError) as error:
         raise UserError(f"the checkpoint {path} can't be read ({first_line(error)})") from None
     return progress, content["good"]
 
 
-def laid_out_like(parameter: Tensor, buffer: Tensor) -> Tensor:
-    """A copy of `buffer` with the strides of `parameter`: fused SGD reads raw memory and ignores strides."""
-    if buffer.shape != parameter.shape:
+def laid_out_like(new: list[Tensor], read: list[Tensor]) -> list[Tensor]:
+    """Copies of `read` with the strides of `new`: fused kernels read raw memory and ignore strides."""
+    if [tensor.shape for tensor in read] != [tensor.shape for tensor in new]:
         raise ValueError("it is of another model")
-    copy = torch.empty_like(parameter).copy_(buffer)
-    assert copy.stride() == parameter.stride()
-    return copy
+    return [torch.empty_like(tensor).copy_(stored) for tensor, stored in zip(new, read, strict=True)]
 
 
 def start_or_resume(session: Session, folder: RunFolder) -> tuple[Progress, Weights | None]:
@@ -121,8 +120,8 @@ def start_or_resume(session: Session, folder: RunFolder) -> tuple[Progress, Weig
     begin = _resume if folder.checkpoints else _start
     progress, good, scale = distributed.from_first(lambda: (*begin(session, folder), session.scaler.state_dict()))
     session.scaler.load_state_dict(scale)
-    velocities = session.optimizer.velocity.values()
-    distributed.copy_from_first([*session.model.parameters(), *session.model.buffers(), *velocities])
+    states = [tensor for tensors in session.optimizer.state.values() for tensor in tensors]
+    distributed.copy_from_first([*session.model.parameters(), *session.model.buffers(), *states])
     return progress, good
 
 

@@ -93,9 +93,8 @@ class CollapsePolicy:
         return f"back to the model of epoch {progress.good_epoch}, continuing with {recipe.then}"
 
     def _restore(self) -> None:
-        """Load the weights of the last good epoch; momentum reset to zero."""
+        """Load the weights of the last good epoch; the state of the optimizer is reset to zero."""
         assert self.good is not None  # an alarm needs an earlier check that was better
         self.session.model.load_state_dict(self.good)
         torch.clear_autocast_cache()
-        for velocity in self.session.optimizer.velocity.values():
-            velocity.zero_()
+        self.session.optimizer.reset()

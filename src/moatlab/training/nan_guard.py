@@ -39,8 +39,8 @@ class NanGuard:
         self.before = {name: buffer.detach().clone() for name, buffer in buffers}
 
     def hold_back(self, step: int, loss: Tensor) -> Tensor:
-        """Whether the loss or a gradient is not finite. If so, the optimizer's next step does nothing: fused SGD reads
-        `found_inf` on the device, without a synchronisation."""
+        """Whether the loss or a gradient is not finite. If so, the optimizer's next step does nothing: a fused kernel
+        reads `found_inf` on the device, without a synchronisation."""
         bad = ~torch.isfinite(loss)
         if not self.session.scaler.is_enabled():  # else it checks the gradients itself
             bad |= ~all_finite(parameter.grad for parameter in self.trained if parameter.grad is not None)

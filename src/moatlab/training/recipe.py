@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from moatlab.attacks.norms import NORM_NAMES, Threat
 from moatlab.methods.language import Method, parse_method
@@ -23,6 +33,10 @@ from moatlab.runtime.files import SCHEMA, read_whole
 from moatlab.training.presets import PRESETS, default_preset
 
 Deviation = Annotated[float, Field(gt=1e-6, allow_inf_nan=False)]
+Epochs = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+ADAMW_LR = 1e-3
+# Left out of files and checksums where they have their defaults, so that those of older recipes stay the same.
+LATER = ("optimizer", "warmup", "eps_warmup")
 
 
 # Left out of the file at their defaults, so that recipes without them keep their checksums.
@@ -42,16 +56,19 @@ class Recipe(BaseModel):
     std: tuple[Deviation, ...] | None = Field(
         None, min_length=1, description="divisors of the channels, with commas between them  [default: the data's]"
     )
-    init: str | None = Field(None, description="start from the weights of this run or .safetensors file")
-    schedule: Literal["cyclic", "stepwise"] = Field(description="learning rate schedule")
+    init: str | None = Field(None, description="pretrained weights: run, file, hub folder or timm:NAME")
+    optimizer: Literal["sgd", "adamw"] = Field("sgd", description="optimizer; adamw for transformers")
+    schedule: Literal["cyclic", "stepwise", "cosine"] = Field(description="learning rate schedule")
+    warmup: Epochs = Field(0.0, description="epochs over which the learning rate grows to its schedule")
     epochs: int = Field(description="passes over the training images", ge=1, le=100_000)
     eps: Annotated[str, StringConstraints(strip_whitespace=True)] = Field(
         description="radius of the ball, for pixels in [0,1], for example 8/255"
     )
+    eps_warmup: Epochs = Field(0.0, description="epochs over which the radius in training grows to eps")
     norm: Literal["linf", "l2"] = Field("linf", description="norm of the ball")
-    lr: float = Field(description="highest learning rate", gt=0, allow_inf_nan=False)
-    momentum: float = Field(description="momentum of SGD", ge=0, lt=1)
-    weight_decay: float = Field(description="weight decay of SGD, on all parameters", ge=0, allow_inf_nan=False)
+    lr: float = Field(description="highest learning rate  [default: preset's, adamw: 0.001]", gt=0, allow_inf_nan=False)
+    momentum: float = Field(description="momentum of SGD, first beta of AdamW", ge=0, lt=1)
+    weight_decay: float = Field(description="weight decay, on all parameters", ge=0, allow_inf_nan=False)
     batch_size: int = Field(description="images in a step; a last partial batch is dropped", ge=1)
     augment: bool = Field(description="random crops (4 px zero padding) and horizontal flips")
     bn_in_attack: Literal["train", "eval"] = Field(description="BatchNorm in attacks: batch or running statistics")
@@ -78,6 +95,20 @@ class Recipe(BaseModel):
         Threat.of(self.eps, self.norm)
         return self
 
+    @model_validator(mode="after")
+    def _warmups_end(self) -> Self:
+        for name in ("warmup", "eps_warmup"):
+            if getattr(self, name) > self.epochs:
+                longer = f"{option_name(name)} {getattr(self, name):g} is longer than the run"
+                raise UserError(f"{longer}; use at most its {self.epochs} epochs")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_later_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        defaults = {name: type(self).model_fields[name].default for name in LATER}
+        return {name: value for name, value in fields.items() if name not in LATER or value != defaults[name]}
+
     @field_validator("std", mode="before")
     @classmethod
     def _std_from_text(cls, value: Any) -> Any:
@@ -99,6 +130,10 @@ class Recipe(BaseModel):
             f"{self.data}, {self.model}{width}, eps {self.eps} ({NORM_NAMES[self.norm]}), {epochs}, "
             f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
             f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
+            + (f", {self.optimizer}" if self.optimizer != "sgd" else "")
+            + (f", epochs of warm-up: {self.warmup:g}" if self.warmup else "")
+            + (f", epochs of eps warm-up: {self.eps_warmup:g}" if self.eps_warmup else "")
+            + (f", starting from {Path(self.init).name}" if self.init else "")
             + (f", {self.precision}" if self.precision not in ("auto", "fp32") else "")
             + (f", on collapse {self.on_collapse}" if self.on_collapse != "warn" else "")
             + (f" ({self.then})" if self.on_collapse in ("rollback", "heal") else "")
@@ -149,6 +184,8 @@ def make_recipe(
         given["eps"] = str(given["eps"])  # a number, from Python
     if given.get("norm", layers.get("norm", "linf")) != layers.get("norm", "linf"):
         layers.pop("eps", None)  # a radius has no meaning in another norm
+    if given.get("optimizer", layers.get("optimizer", "sgd")) != layers.get("optimizer", "sgd"):
+        layers.pop("lr", None)  # nor has a learning rate of another optimizer
     layers |= given
     if method is not None:
         layers["method"] = method
@@ -157,7 +194,8 @@ def make_recipe(
     preset = preset or default_preset(layers.get("data"))
     if preset not in PRESETS:
         raise UserError(f"there is no preset '{preset}'; known are {', '.join(PRESETS)}")
-    fields = PRESETS[preset] | ({"eps": "128/255"} if layers.get("norm") == "l2" else {}) | layers
+    fields = PRESETS[preset] | ({"eps": "128/255"} if layers.get("norm") == "l2" else {})
+    fields |= ({"lr": ADAMW_LR} if layers.get("optimizer") == "adamw" else {}) | layers
     for name in ("method", "then"):
         if isinstance(fields.get(name), str):
             fields[name] = _with_defaults_at(fields[name], fields)

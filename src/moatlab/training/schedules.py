@@ -1,5 +1,7 @@
 """Learning rates as functions of the step: no state to save, and the momentum is constant."""
 
+import math
+
 
 def cyclic(step: int, *, epochs: int, steps_per_epoch: int, peak: float) -> float:
     """One triangle over the run, lr(s) = peak (1 - |2s/S - 1|): up to the middle, down to the end."""
@@ -13,4 +15,14 @@ def stepwise(step: int, *, epochs: int, steps_per_epoch: int, peak: float) -> fl
     return float(peak * 10.0**-drops)
 
 
-SCHEDULES = {"cyclic": cyclic, "stepwise": stepwise}
+def cosine(step: int, *, epochs: int, steps_per_epoch: int, peak: float) -> float:
+    """Half a cosine, lr(s) = peak (1 + cos(pi s/S))/2 (Loshchilov and Hutter, 2017)."""
+    return peak * (1 + math.cos(math.pi * step / (epochs * steps_per_epoch))) / 2
+
+
+def ramp(step: int, steps: float) -> float:
+    """The factor of a warm-up, min(1, (s + 1)/steps): never zero, so that no step is wasted."""
+    return min(1.0, (step + 1) / steps) if steps else 1.0
+
+
+SCHEDULES = {"cyclic": cyclic, "stepwise": stepwise, "cosine": cosine}

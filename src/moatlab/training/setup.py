@@ -13,16 +13,16 @@ from moatlab.data.batches import Batches
 from moatlab.data.images import Images, as_floats
 from moatlab.methods.context import Context
 from moatlab.methods.language import Stage, parse_method
+from moatlab.models.pretrained import load_pretrained
 from moatlab.models.registry import BUILT_IN, build_model
-from moatlab.models.weights import read_weights, set_weights
 from moatlab.runtime import distributed
 from moatlab.runtime.console import warn
 from moatlab.runtime.device import Autocast, choose_precision, full_precision, same_bits
 from moatlab.runtime.errors import UserError, users_code
 from moatlab.runtime.randomness import generator, key
-from moatlab.training.optimizer import Sgd
+from moatlab.training.optimizer import OPTIMIZERS
 from moatlab.training.recipe import Recipe
-from moatlab.training.schedules import SCHEDULES
+from moatlab.training.schedules import SCHEDULES, ramp
 
 TRAIN_SAMPLE = 1000  # training images watched if none are held out
 
@@ -49,7 +49,7 @@ class Session:
         torch.manual_seed(key(recipe.seed, "initial weights"))
         self.model = model or build_model(recipe.model, classes=classes, arguments=arguments)
         if recipe.init and not resuming:
-            set_weights(self.model, read_weights(recipe.init)[0], recipe.init)
+            load_pretrained(self.model, recipe.init)
         with users_code(f"--model {recipe.model} can't be moved to {device}"):
             self.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.model.train()
@@ -59,7 +59,7 @@ class Session:
         check_model(self.trained_model, recipe, as_floats(self.watched_x[:1]).expand(2, -1, -1, -1), classes)
         self.forward = distributed.sharing_gradients(self.trained_model, device)
         settings = {"lr": recipe.lr, "momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
-        self.optimizer = Sgd(self.model.parameters(), **settings)
+        self.optimizer = OPTIMIZERS[recipe.optimizer](self.model.parameters(), **settings)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
         self.description = {  # for the model's file: enough to rebuild the model and to know its threat
             "model": recipe.model,
@@ -104,13 +104,17 @@ class Session:
     def learning_rate(self, step: int) -> float:
         recipe = self.recipe
         schedule = SCHEDULES[recipe.schedule]
-        return schedule(step, epochs=recipe.epochs, steps_per_epoch=self.steps_per_epoch, peak=recipe.lr)
+        rate = schedule(step, epochs=recipe.epochs, steps_per_epoch=self.steps_per_epoch, peak=recipe.lr)
+        return ramp(step, recipe.warmup * self.steps_per_epoch) * rate
 
     def context(self, step: int) -> Context:
         """What a stage needs apart from the batch."""
         recipe, model, classes = self.recipe, self.trained_model, len(self.images.classes)
         draws = generator(recipe.seed, "stage", step, device=self.device)
-        return Context(model, self.forward, recipe.threat, draws, classes, recipe.bn_in_attack, shared=True)
+        threat = recipe.threat
+        if recipe.eps_warmup:
+            threat = threat.scaled(ramp(step, recipe.eps_warmup * self.steps_per_epoch))
+        return Context(model, self.forward, threat, draws, classes, recipe.bn_in_attack, shared=True)
 
 
 def split(images: Images, recipe: Recipe, device: torch.device) -> tuple[Batches, Tensor, Tensor]:

@@ -114,7 +114,7 @@ class Trainer:
         session.optimizer.lr = session.learning_rate(step)
         bad = self.guard.hold_back(step, mean_loss)
         if session.scaler.is_enabled():
-            session.scaler.step(session.optimizer)  # type: ignore[arg-type]  # Sgd has all that it reads
+            session.scaler.step(session.optimizer)  # type: ignore[arg-type]  # ours have all that it reads
             session.scaler.update()
         else:
             session.optimizer.step()
