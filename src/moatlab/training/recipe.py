@@ -35,12 +35,8 @@ from moatlab.training.presets import PRESETS, default_preset
 Deviation = Annotated[float, Field(gt=1e-6, allow_inf_nan=False)]
 Epochs = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ADAMW_LR = 1e-3
-# Left out of files and checksums where they have their defaults, so that those of older recipes stay the same.
-LATER = ("optimizer", "warmup", "eps_warmup")
-
-
-# Left out of the file at their defaults, so that recipes without them keep their checksums.
-LEFT_OUT = ("monitor_every", "monitor_images")
+# Left out of files at their defaults, so that recipes without them keep their checksums.
+LEFT_OUT = ("optimizer", "warmup", "eps_warmup", "monitor_every", "monitor_images")
 
 
 class Recipe(BaseModel):
@@ -100,14 +96,14 @@ class Recipe(BaseModel):
         for name in ("warmup", "eps_warmup"):
             if getattr(self, name) > self.epochs:
                 longer = f"{option_name(name)} {getattr(self, name):g} is longer than the run"
-                raise UserError(f"{longer}; use at most its {self.epochs} epochs")
+                raise UserError(f"{longer}, which has {counted(self.epochs, 'epoch')}")
         return self
 
     @model_serializer(mode="wrap")
-    def _without_later_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_some_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        defaults = {name: type(self).model_fields[name].default for name in LATER}
-        return {name: value for name, value in fields.items() if name not in LATER or value != defaults[name]}
+        unset = [name for name in LEFT_OUT if fields.get(name) == Recipe.model_fields[name].default]
+        return {name: fields[name] for name in fields if name not in unset}
 
     @field_validator("std", mode="before")
     @classmethod
@@ -131,8 +127,8 @@ class Recipe(BaseModel):
             f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
             f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
             + (f", {self.optimizer}" if self.optimizer != "sgd" else "")
-            + (f", epochs of warm-up: {self.warmup:g}" if self.warmup else "")
-            + (f", epochs of eps warm-up: {self.eps_warmup:g}" if self.eps_warmup else "")
+            + (f", {counted(self.warmup, 'epoch')} of warm-up" if self.warmup else "")
+            + (f", {counted(self.eps_warmup, 'epoch')} of eps warm-up" if self.eps_warmup else "")
             + (f", starting from {Path(self.init).name}" if self.init else "")
             + (f", {self.precision}" if self.precision not in ("auto", "fp32") else "")
             + (f", on collapse {self.on_collapse}" if self.on_collapse != "warn" else "")
@@ -154,9 +150,7 @@ class Recipe(BaseModel):
         return hashlib.sha256(self.to_toml().encode()).hexdigest()
 
     def to_toml(self) -> str:
-        fields = self.model_dump(mode="json", exclude_none=True)
-        unset = [name for name in LEFT_OUT if fields.get(name) == Recipe.model_fields[name].default]
-        return tomli_w.dumps({"schema": SCHEMA} | {name: fields[name] for name in fields if name not in unset})
+        return tomli_w.dumps({"schema": SCHEMA, **self.model_dump(mode="json", exclude_none=True)})
 
 
 def make_recipe(
