@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from moatlab.attacks.norms import Threat
 from moatlab.runtime.errors import UserError
 from moatlab.training.presets import PRESETS
-from moatlab.training.recipe import Recipe, load_recipe, make_recipe, read_recipe_file, slug
+from moatlab.training.recipe import ADAMW_LR, Recipe, load_recipe, make_recipe, read_recipe_file, slug
 
 methods = st.sampled_from(
     ["standard", "fgsm", "fast", "nfgsm", "pgd:7", "gradalign", "gradalign:0.5", "kim", "moat:2", "imoat:2,5,8",
@@ -98,6 +98,9 @@ def test_options_win_over_the_file_and_the_file_over_the_preset(preset, in_file,
     norm, in_files = expected.get("norm", "linf"), in_file.get("norm", "linf")
     if "eps" not in options and ("eps" not in in_file or norm != in_files):  # a radius of one norm is none of another
         expected["eps"] = "128/255" if norm == "l2" else PRESETS[preset]["eps"]
+    optimizer, in_files = expected.get("optimizer", "sgd"), in_file.get("optimizer", "sgd")
+    if "lr" not in options and ("lr" not in in_file or optimizer != in_files):
+        expected["lr"] = ADAMW_LR if optimizer == "adamw" else PRESETS[preset]["lr"]
     for name in layered:
         if name in expected:
             assert getattr(recipe, name) == expected[name]
