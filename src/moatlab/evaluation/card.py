@@ -22,7 +22,7 @@ from moatlab.runtime.console import counted, note, warn
 from moatlab.runtime.environment import describe_environment
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import atomic, read_json, remove_leftovers, with_checksum
-from moatlab.runtime.sheet import Sheet
+from moatlab.runtime.sheet import Line, Sheet
 
 
 class Data(BaseModel, extra="forbid", strict=True):
@@ -51,7 +51,10 @@ class Card(BaseModel, extra="forbid", strict=True):
 
     def summary(self) -> Sheet:
         """The table that `moat eval` prints."""
-        return summarise(self, f"{self.subject.name}: {counted(self.data.images, 'test image')} of {self.data.name}")
+        sheet = summarise(self, f"{self.subject.name}: {counted(self.data.images, 'test image')} of {self.data.name}")
+        if self.subject.unfinished:
+            sheet.lines.insert(0, Line(f"unfinished run: {self.subject.unfinished}", alert=True))
+        return sheet
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -121,6 +124,8 @@ def evaluate_target(
     if count < distributed.count():
         raise UserError(f"{count} images are too few for {distributed.count()} processes")
     warn_of_sorted(images, count)
+    if target.subject.unfinished:
+        warn(f"the run is not finished ({target.subject.unfinished}); its last saved weights are evaluated")
     device = device_of(target.model, torch.empty(0))
     environment = describe_environment(device) | {"device": str(device)}
     identity = {

@@ -18,6 +18,7 @@ from moatlab.runtime.device import choose_device
 from moatlab.runtime.errors import UserError, needs_trust
 from moatlab.runtime.files import RunFile
 from moatlab.training.recipe import load_recipe, slug
+from moatlab.training.run_folder import RunFolder
 
 
 class Subject(BaseModel, extra="forbid", strict=True):
@@ -29,6 +30,7 @@ class Subject(BaseModel, extra="forbid", strict=True):
     data: str
     sha256: str  # see `model_sha256`
     weights: str | None  # the checksum in its file
+    unfinished: str | None = None  # progress of its run, in the file only if that is not finished
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,19 @@ def load_target(
         data=wanted,
         sha256=model_sha256(network, arguments),
         weights=description.get("sha256"),
+        unfinished=progress_of(path) if path is not None and path.is_dir() else None,
     )
     threat = Threat.of(description.get("eps"), str(description.get("norm", "linf")))
     return Target(network, subject, card, images, threat)
+
+
+def progress_of(run: Path) -> str | None:
+    """Such as `interrupted after step 120 of 819`; None if the run is finished or has no record."""
+    try:
+        record = RunFolder(run).read_current_record()
+    except UserError:
+        return None
+    return None if record.status == "finished" else record.progress
 
 
 def card_path(run: Path, which: str) -> Path:

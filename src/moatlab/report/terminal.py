@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from moatlab.attacks.catalog import WATCHED
-from moatlab.runtime.console import counted
+from moatlab.runtime.console import counted, rounded
 from moatlab.runtime.sheet import make_table, plain_console
 
 
@@ -16,7 +16,7 @@ def print_comparison(result: dict[str, Any]) -> None:
         percent = [f"{100 * row[name]:.1f}" for name in WATCHED]
         collapse = f"at epoch {row['collapsed_at']}" if row["collapsed_at"] else "no"
         collapse = f"at {row['alarms'][-1]}, kept {row['kept_epoch']}" if row["kept_epoch"] else collapse
-        rows.append((row["method"], *percent, f"{row['passes']:g}", f"{row['train_seconds']:.0f}", collapse))
+        rows.append((row["method"], *percent, rounded(row["passes"]), f"{row['train_seconds']:.0f}", collapse))
     console, title = plain_console(), f"accuracy on {counted(result['rows'][0]['images'], 'test image')}"
     console.print(make_table(*columns, title=title, rows=rows))
     for row in result["rows"]:

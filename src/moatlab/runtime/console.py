@@ -65,6 +65,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
+def rounded(count: float) -> str:
+    """`42`, `73.5`, `1,600`"""
+    return f"{count:,.1f}".removesuffix(".0")
+
+
 class Bar:
     """Progress over `total` units of work, with an ETA: `with Bar("get cifar10", total) as bar: bar.update(5)`.
 

@@ -214,6 +214,25 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of `folder`; True where that can't be known."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
 HELD: set[int] = set()  # handles of locks, which a forked child (to decode images) must not keep
 
 

@@ -61,7 +61,10 @@ def card_text(kind: str, description: dict[str, Any], card: Card | None) -> str:
     results = "It has not been evaluated; run `moat eval RUN` before the export to add results here.\n\n"
     if card:
         metadata += RESULTS.format(**quoted)
-        results = f"On {card.data.images:,} test images ({threat}):\n\n"
+        results = (
+            f"The training run was not finished: {card.subject.unfinished}.\n\n" if card.subject.unfinished else ""
+        )
+        results += f"On {card.data.images:,} test images ({threat}):\n\n"
         results += "| attack | accuracy | 95 % interval |\n|---|---|---|\n"
         for name, result in card.results.items():
             title = json.dumps("accuracy" if name == "clean" else f"accuracy under {name} ({threat})")

@@ -18,7 +18,7 @@ from typing import Any
 from moatlab.attacks.catalog import WATCHED
 from moatlab.runtime.console import counted, duration
 from moatlab.runtime.errors import Damaged, UserError
-from moatlab.runtime.files import RunFile, locked, read_json, read_whole, remove_leftovers, write_json
+from moatlab.runtime.files import RunFile, is_locked, locked, read_json, read_whole, remove_leftovers, write_json
 from moatlab.runtime.intervals import wilson
 from moatlab.runtime.sheet import Line, Sheet, percent, percent_range
 from moatlab.training.recipe import Recipe, load_recipe, option_name
@@ -58,6 +58,12 @@ class RunRecord:
     message: str | None = None
 
     @property
+    def progress(self) -> str:
+        """`finished`, or such as `interrupted after step 120 of 819`."""
+        steps = self.epochs * self.steps_per_epoch
+        return self.status if self.status == "finished" else f"{self.status} after step {self.steps_done} of {steps}"
+
+    @property
     def collapse(self) -> str:
         """What became of a collapse; empty without one."""
         if self.kept_epoch:
@@ -69,7 +75,7 @@ class RunRecord:
         """What the accuracies are of, or how far the run is."""
         if self.final:
             return f"{self.method} on {counted(self.final['images'], 'test image')}"
-        return f"{self.method}: {self.status} after step {self.steps_done} of {self.epochs * self.steps_per_epoch}"
+        return f"{self.method}: {self.progress}"
 
     def cost_and_place(self, folder: Path) -> str:
         healing = self.healing.get("passes", 0)
@@ -135,6 +141,13 @@ class RunFolder:
             return RunRecord(**read_json(self.record))
         except TypeError as error:
             raise UserError(f"{self.record} was written by another version of moatlab ({error})") from None
+
+    def read_current_record(self) -> RunRecord:
+        """The record; a run that was killed, and so could not write its last status, is interrupted."""
+        record = self.read_record()
+        if record.status == "running" and not is_locked(self.path):
+            record.status = "interrupted"
+        return record
 
     def read_metrics(self) -> list[dict[str, Any]]:
         needed = {"epoch", "stage", "clean", "fgsm", "pgd7", "comparable", "train_seconds"}
