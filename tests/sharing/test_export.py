@@ -77,6 +77,57 @@ def test_an_onnx_graph_answers_as_the_model_does_in_batches_of_any_size(run, moa
             assert np.abs(logits - target.model(images).numpy()).max() < 1e-4
 
 
+class Transformer(nn.Module):
+    """A vision transformer that takes the length of its batch with len(), which tracing makes a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 5)
+
+    def forward(self, x):
+        tokens = self.layer(self.patches(x).flatten(2).transpose(1, 2))
+        tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
+        q, k, v = self.qkv(tokens).view(len(x), 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return self.head(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).mean(1))
+
+
+def test_a_transformer_is_exported_to_onnx_for_any_batch_size_and_no_global_changes():
+    onnxruntime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model, fused = Transformer().eval(), torch.backends.mha.get_fastpath_enabled()
+    session = onnxruntime.InferenceSession(onnx_files(model, [8, 8, 3])["model.onnx"])
+    images = torch.rand(7, 3, 8, 8)
+    (logits,) = session.run(["logits"], {"images": images.numpy()})
+    assert np.abs(logits - model(images).numpy()).max() < 1e-4
+    assert torch.backends.mha.get_fastpath_enabled() == fused
+
+
+class OfFour(nn.Module):
+    def forward(self, x):
+        return x.reshape(4, -1)[:, :2]
+
+
+def test_a_model_that_can_not_be_exported_to_onnx_is_refused_in_one_line():
+    pytest.importorskip("onnxruntime")
+    with pytest.raises(RunFailed, match=r"can't be exported to ONNX \(.*\)") as caught:
+        onnx_files(OfFour(), [8, 8, 3])
+    assert "\n" not in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_an_unfinished_run_says_so_on_its_model_card(moat, alone):
+    data = tiny_images(alone / "data")
+    options = ("--data", data, "--width", 8, "--batch-size", 16, "--epochs", 1)
+    assert moat("train", "fast", *options, "--out", "run", "--max-steps", 2).code == 0
+    assert moat("eval", "run", "--attacks", "fgsm", "--n", 16).code == 0
+    assert moat("export", "run", "--format", "safetensors").code == 0
+    readme = (alone / "run" / "export-safetensors" / "README.md").read_text()
+    assert "The training run was not finished: stopped after step 2 of 5." in readme
+
+
 def test_an_export_to_onnx_leaves_the_log_level_of_pytorch_as_it_was():
     pytest.importorskip("onnxruntime")
     logger = logging.getLogger("torch.onnx")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moatlab.attacks.norms import Threat
 from moatlab.evaluation.card import Card
@@ -75,35 +75,57 @@ def _card(path: Path, model: nn.Module, description: dict[str, Any]) -> Card | N
 
 def onnx_files(model: nn.Module, image_shape: Sequence[int]) -> dict[str, bytes]:
     """The model as an ONNX graph for any batch size, whose logits were compared with the model's."""
-    import onnxruntime
-
     height, width, channels = image_shape
     images = torch.rand(4, channels, height, width, generator=generator(0, "images to compare"))
     model = model.eval().requires_grad_(False)
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
-    shapes = ({0: torch.export.Dim("batch", min=1)},)
     with users_code("the model can't be exported to ONNX", RunFailed), torch.no_grad(), _quiet():
-        program: Any = torch.onnx.export(model, (images,), dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
-        graph: bytes = program.model_proto.SerializeToString()
+        try:
+            graph = _onnx_graph(model, images, strict=False)
+        except Exception as error:
+            try:
+                graph = _onnx_graph(model, images, strict=True)  # allows len(x), which tracing replaces by a number
+            except Exception:
+                raise error.__cause__ or error from None
+        distance = _distance(graph, model, images)
+    if not distance <= 1e-4:
+        raise RunFailed(f"the ONNX graph's logits differ from the model's by {distance:.2g}; nothing is written")
+    return {"model.onnx": graph}
+
+
+def _onnx_graph(model: nn.Module, images: Tensor, *, strict: bool) -> bytes:
+    """Export by tracing, or (`strict`) by analysing the bytecode of the model."""
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    exported = torch.export.export(model, (images,), dynamic_shapes=shapes, strict=strict)
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+    program: Any = torch.onnx.export(exported, (images,), dynamo=True, verbose=False, **names)
+    graph: bytes = program.model_proto.SerializeToString()
+    return graph
+
+
+def _distance(graph: bytes, model: nn.Module, images: Tensor) -> float:
+    """The largest difference of logits between graph and model, relative to logits above 1."""
+    import onnxruntime
+
     session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+    distances = []
     for part in (images, images[:1], images[:3]):
         logits = torch.from_numpy(session.run(["logits"], {"images": part.numpy()})[0])
-        with torch.no_grad():
-            distance = float((logits - model(part)).abs().max())
-        if not distance <= 1e-4 * max(1.0, float(logits.abs().max())):
-            raise RunFailed(f"the ONNX graph's logits differ from the model's by {distance:.2g}; nothing is written")
-    return {"model.onnx": graph}
+        distances.append((logits - model(part)).abs().max() / logits.abs().max().clamp(min=1))
+    return float(torch.stack(distances).max())
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporter's warnings and its notes about packages that are not installed."""
-    logger = logging.getLogger("torch.onnx")
+    """Silence the exporter's warnings and its notes about packages that are not installed, and use no fused kernel of
+    transformers, for which ONNX has no operator."""
+    logger, fused = logging.getLogger("torch.onnx"), torch.backends.mha.get_fastpath_enabled()
     level = logger.level
     logger.setLevel(logging.ERROR)
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logger.setLevel(level)
+        torch.backends.mha.set_fastpath_enabled(fused)
