@@ -8,6 +8,11 @@ import pytest
 import torch
 
 from moatlab import make_recipe
+from moatlab.attacks.catalog import NAMES, PAPER
+from moatlab.evaluation.card import Card, Data, Result
+from moatlab.evaluation.red_flags import Measured
+from moatlab.evaluation.result import Settings, Share
+from moatlab.evaluation.target import Subject
 from moatlab.methods.language import parse_method
 from moatlab.report.page import render
 from moatlab.report.portrait import SIDE, Curve, Example, Portrait, Surface, as_png
@@ -57,6 +62,28 @@ def a_run(number, method, epochs=EPOCHS):
     return RunView(Path(f"run{number}"), recipe, record, metrics, portrait=portrait, label=method)
 
 
+def a_card(names=NAMES, unfinished=None):
+    """An evaluation with these attacks."""
+    share = {"accuracy": 0.1234, "interval": [0.1, 0.15], "standing": 123}
+    counts = {"forwards": 10, "gradients": 10, "seconds": 1.0}
+    sizes = {"images": 1000, "chunk_size": 1000, "batch_size": 250, "classes": 10}
+    measured = {"randomised": False, "probabilities": False, "labels": [100] * 10, "sample": 200, "clean": 0.5}
+    measured |= {"zero_gradients": 0.0, "fgsm": 0.2, "pgd20": {"1": 0.3, "2": 0.2, "3": 0.1}, "pgd20_at_half": 0.0}
+    return Card(
+        subject=Subject(name="run", model="m", file=None, data="mini", sha256="0", weights="0", unfinished=unfinished),
+        data=Data(name="mini", part="test", images=1000, sha256="0", note=None),
+        settings=Settings(attacks=list(names), eps="16/255", norm="linf", seed=0, audit=False, **sizes),
+        results={name: Result(**share, **counts) for name in names},
+        all_attacks=Share(**share),
+        flags=[],
+        measured=Measured(**measured),
+        adversarial=None,
+        environment={},
+        first_broken_by=[],
+        broken_by={},
+    )
+
+
 @pytest.fixture
 def look_at(browser, tmp_path):
     """`look_at(views, width=390)`: the page, opened from a file; what it complains of or asks for is in `.heard`."""
@@ -101,6 +128,43 @@ def test_every_plot_is_there_and_nothing_complains_overflows_or_asks_for_anythin
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
     assert page.heard == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_wide_table_scrolls_visibly_with_the_names_of_runs_in_place(look_at, width):
+    view = a_run(1, "fast", epochs=3)
+    view.cards = [a_card(unfinished="interrupted after step 120 of 819")]
+    page = look_at([view], width=width)
+    box = page.locator(".scroll:has(#headline)")
+    assert box.evaluate("box => box.scrollWidth > box.clientWidth")
+    assert "linear-gradient" in box.evaluate("box => getComputedStyle(box).backgroundImage")
+    name, last = page.locator("#headline tbody td").first, page.locator("#headline tbody td").last
+    before = name.bounding_box()["x"]
+    box.evaluate("box => box.scrollLeft = 10000")
+    assert name.bounding_box()["x"] == pytest.approx(before, abs=1)
+    right = last.bounding_box()
+    assert right["x"] + right["width"] <= width
+    assert last.inner_text() == "finished"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert "was evaluated unfinished, interrupted after step 120 of 819." in page.locator("body").inner_text()
+
+
+def test_the_usual_columns_of_five_runs_fit_on_a_screen(look_at, many):
+    for view in many[:5]:
+        view.cards = [a_card(PAPER)]
+    page = look_at(many[:5])
+    for view in many[:5]:
+        view.cards = []
+    assert page.locator(".scroll:has(#headline)").evaluate("box => box.scrollWidth <= box.clientWidth")
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 4, 21])
+def test_epochs_are_whole_numbers_on_the_axes(look_at, epochs):
+    page = look_at([a_run(1, "fast", epochs)])
+    for chart in ("#epochs", ".curves"):
+        texts = page.locator(f"{chart} .tick[text-anchor=middle]").all_text_contents()
+        assert texts
+        assert all(text.isdigit() for text in texts)
 
 
 def test_hovering_over_a_curve_shows_the_values_there(look_at, many):

@@ -1,5 +1,7 @@
 """The page about runs: what is on it, what is missing from it, and that nothing on it runs."""
 
+import base64
+import io
 import json
 import math
 import re
@@ -8,11 +10,14 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from safetensors.torch import save_file
+from torch import nn
 
 from images_for_tests import tiny_images
 from moatlab import TrainedRun, UserError, make_recipe, train, write_report
@@ -24,8 +29,9 @@ from moatlab.evaluation.red_flags import Flag
 from moatlab.evaluation.target import Subject, Target, load_target
 from moatlab.models.weights import fingerprint, read_weights
 from moatlab.report.charts import Series, line_chart, pareto, scatter, surface, tag, ticks
+from moatlab.report.page import default_path
 from moatlab.report.portrait import RADII, draw_portrait
-from moatlab.runtime.files import read_json, write_json
+from moatlab.runtime.files import locked, read_json, write_json
 from moatlab.training.run_folder import RunFolder
 from models_for_tests import Linear
 
@@ -288,7 +294,7 @@ def test_misshapen_files_with_good_checksums_are_named_or_measured_again(moat, r
     write_json(run / "run.json", record)
     for broken in ({"curve": {}}, {"norm": 3}, {"examples": []}, {"surface": {"loss": [[0.0]]}}, {"steps": None}):
         write_json(run / "portrait.json", portrait | broken)
-        assert page_of(moat, run)[0].tags.count("svg") == 3 + 2
+        assert page_of(moat, run)[0].tags.count("svg") == 2 + 2
         assert read_json(run / "portrait.json") == portrait
 
 
@@ -296,7 +302,7 @@ def test_a_run_in_a_folder_of_runs_is_named_though_its_record_is_gone(moat, runs
     (runs / "fgsm" / "run.json").unlink()
     page, _, _ = page_of(moat, runs)
     assert "fgsm/run.json" in page.text
-    assert {"epochs", "cost", "radius-linf"} <= page.ids
+    assert {"epochs", "radius-linf"} <= page.ids
 
 
 def test_a_portrait_that_is_there_needs_no_images(moat, tiny_options, alone):
@@ -330,6 +336,57 @@ def test_a_page_about_a_stopped_run_is_renewed_when_it_is_finished(moat, tiny_op
     assert "stopped" in Page((alone / "one" / "report.html").read_text()).text
     moat(*arguments)
     assert "stopped" not in Page((alone / "one" / "report.html").read_text()).text
+
+
+def test_a_run_that_was_killed_is_shown_as_interrupted_and_a_living_one_as_running(moat, runs):
+    record = read_json(runs / "fgsm" / "run.json") | {"status": "running", "steps_done": 7, "final": None}
+    write_json(runs / "fgsm" / "run.json", record)
+    page, _, _ = page_of(moat, runs / "fgsm")
+    assert "interrupted after step 7 of 15" in page.text
+    assert "running" not in page.text
+    with locked(runs / "fgsm"):
+        page, _, _ = page_of(moat, runs / "fgsm")
+    assert "running after step 7 of 15" in page.text
+    assert read_json(runs / "fgsm" / "run.json") == record
+
+
+def test_an_evaluation_of_an_unfinished_run_says_so_on_the_screen_the_card_and_the_page(moat, tiny_options, alone):
+    arguments = ("train", "fgsm", *tiny_options, "--epochs", 1, "--out", "one", "--resume")
+    moat(*arguments, "--max-steps", 2)
+    ended = moat("eval", "one", "--attacks", "fgsm")
+    assert "warning: the run is not finished (stopped after step 2 of 5)" in ended.err
+    assert "unfinished run: stopped after step 2 of 5" in ended.out
+    assert Card.read(alone / "one" / "eval.json").subject.unfinished == "stopped after step 2 of 5"
+    page, _, _ = page_of(moat, "one")
+    assert "fgsm was evaluated unfinished, stopped after step 2 of 5." in page.text
+    moat(*arguments)
+    ended = moat("eval", "one", "--attacks", "fgsm")
+    assert "finished" not in ended.out + ended.err
+    assert "unfinished" not in (alone / "one" / "eval.json").read_text()
+    assert "unfinished" not in page_of(moat, "one")[0].text
+
+
+def test_several_runs_get_a_page_of_their_own_beside_the_first(moat, runs):
+    for name in ("fgsm", "moat-2"):
+        (runs / name / "report.html").unlink(missing_ok=True)
+    assert moat("report", runs / "fgsm", runs / "moat-2").out == f"report: {runs / 'report_fgsm_moat-2.html'}\n"
+    assert not [*runs.glob("*/report.html")]
+    assert default_path([runs / "fgsm"]) == runs / "fgsm" / "report.html"
+    names = [f"imoat-2-5-8_mini_s{number}" for number in range(12)]
+    assert default_path([Path("runs", name) for name in names]) == Path(
+        "runs/report_imoat-2-5-8_mini_s0_and_11_more.html"
+    )
+
+
+def test_passes_are_rounded_and_an_unfinished_status_has_a_column_of_its_own(moat, runs):
+    record = read_json(runs / "fgsm" / "run.json")
+    record["counted"]["passes"] = 1234.56789
+    write_json(runs / "fgsm" / "run.json", record | {"status": "failed", "message": "it broke", "final": None})
+    page, source, _ = page_of(moat, runs / "fgsm", runs / "moat-2")
+    assert "1,234.6" in page.text
+    header = re.search(r'<table id="headline"><thead><tr>(.*?)</tr>', source)[1]
+    assert header.endswith("<th>collapsed</th><th>status</th>")
+    assert "failed after step 15 of 15 : it broke" in page.text
 
 
 def test_red_flags_and_a_collapse_are_at_the_top(moat, runs):
@@ -412,6 +469,18 @@ def test_ten_runs_make_a_page_below_5_mb_without_measuring_anything(moat, runs):
 # --- the portrait
 
 
+class Shade(nn.Module):
+    """Two logits: how dark and how bright an image is, on the whole."""
+
+    def forward(self, x):
+        mean = 4 * (x.flatten(1).mean(1) - 0.5)
+        return torch.stack([-mean, mean], 1)
+
+
+def pixels_of(png):
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(png)))).astype(int)
+
+
 def target_of(model, images=None):
     subject = Subject(name="a model", model="a:model", file=None, data="mini", sha256="0", weights="0")
     return Target(model, subject, None, images or load_images("mini"), Threat.of("16/255"))
@@ -435,6 +504,19 @@ def test_robustness_by_radius_of_a_linear_model_is_the_closed_form():
             robust = (highest < 0).float().mean().item()
             assert robust <= share + 1e-6 <= robust + 0.05  # one attack of ten steps misses some
     assert len(set(curve.accuracy)) > 2  # they do break, one after another
+
+
+def test_the_example_of_a_robust_image_is_the_last_iterate_of_the_attack():
+    """Bright and dark images, far from the boundary of a model that looks at the mean."""
+    y = torch.tensor([0, 1] * 10)
+    x = (y * 155 + 50).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 8, 8, 3)
+    images = Images("own", x, y, x, y, ("dark", "bright"), (0.5,) * 3, (0.2,) * 3, "arrays own", None, "0")
+    examples = draw_portrait(target_of(Shade(), images)).examples
+    for one in examples:
+        assert one.attacked == one.predicted == one.label
+        before, after, change = (pixels_of(png) for png in (one.image, one.adversarial, one.change))
+        assert set((after - before).flatten().tolist()) == {16 if one.label == "dark" else -16}
+        assert set(change.flatten().tolist()) == {255 if one.label == "dark" else 0}
 
 
 def test_the_loss_surface_of_a_linear_model_rises_along_the_gradient_from_its_middle():
@@ -518,6 +600,13 @@ def test_ticks_are_round_few_and_within_the_axis(low, span):
     found = ticks(low, low + span)
     assert 1 <= len(found) <= 8
     assert all(low - 1e-6 * span <= value <= low + span * (1 + 1e-6) for value in found)
+
+
+@given(st.integers(1, 300), st.integers(0, 300))
+def test_epochs_have_whole_ticks(first, count):
+    found = ticks(first, first + count, whole=True)
+    assert 1 <= len(found) <= 8
+    assert all(value == int(value) for value in found)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))

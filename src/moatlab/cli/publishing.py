@@ -83,7 +83,7 @@ def split_methods(texts: tuple[str, ...]) -> list[str] | None:
 
 @click.command("report", cls=shared.Grouped, short_help="Write an HTML report about runs.")
 @click.argument("runs", nargs=-1, required=True, type=shared.FILE)
-@click.option("-o", "--out", type=shared.FILE, help="Output file  [default: report.html in the first folder]")
+@click.option("-o", "--out", type=shared.FILE, help="Output file  [default: report.html in RUNS]")
 @shared.data_dir_option
 @shared.trust_option
 def report_command(runs: tuple[Path, ...], **options: Any) -> None:
@@ -92,6 +92,7 @@ def report_command(runs: tuple[Path, ...], **options: Any) -> None:
     \b
     moat report runs/moat-2_mini_s0
     moat report runs/demo_s0 -o report.html         all runs in a folder
+    moat report runs/fgsm runs/fast                 writes runs/report_fgsm_fast.html
 
     The page needs no network. Robustness by radius, examples and the loss surface are measured once and cached in the
     run's portrait.json. Missing files are listed on the page.

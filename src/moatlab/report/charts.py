@@ -56,10 +56,10 @@ class Frame:
         return "M" + "L".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from low to high, in steps of 1, 2 or 5 times a power of ten."""
+def ticks(low: float, high: float, most: int = 6, *, whole: bool = False) -> list[float]:
+    """Round numbers from low to high, in steps of 1, 2 or 5 times a power of ten; `whole`: no fractions."""
     span = (high - low) or 1.0
-    step = 10.0 ** math.floor(math.log10(span / most))
+    step = 10.0 ** max(math.floor(math.log10(span / most)), 0 if whole else -math.inf)
     step *= next(factor for factor in (1, 2, 5, 10, 20) if span / (step * factor) <= most)
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
@@ -72,7 +72,8 @@ def line_chart(
     shown = [one for one in series if one.points]
     xs = [x for one in shown for x, _ in one.points] or [0.0, 1.0]
     highest = max([y for one in shown for _, y in one.points], default=1.0)
-    frame = Frame(min(xs), max(xs), max(highest * 1.08, 1.0))
+    alone = 0.5 if min(xs) == max(xs) else 0.0  # a single epoch is in the middle
+    frame = Frame(min(xs) - alone, max(xs) + alone, max(highest * 1.08, 1.0))
     parts = []
     for begin, end, kind in bands:
         left, right = frame.x(max(begin, frame.x_low)), frame.x(min(end, frame.x_high))
@@ -107,16 +108,17 @@ def scatter(
     parts = _axes(frame, x_label, y_label)
     if len(front) > 1:
         parts.append(tag("path", class_="front", d=frame.path(front)))
-    taken: list[Point] = []
+    taken: list[tuple[float, float, float]] = []  # the left and right ends of names, and their heights
     for name, colour, x, y in sorted(points, key=lambda point: (point[2], point[3])):
         parts.append(tag("circle", class_=f"big s{colour % COLOURS}", cx=frame.x(x), cy=frame.y(y), r=6))
-        right = frame.x(x) < WIDTH * 0.7  # of its point
-        x_name, y_name = frame.x(x) + (10 if right else -10), frame.y(y) + 4
-        while any(abs(y_name - y_) < 13 and abs(x_name - x_) < 90 for x_, y_ in taken):
+        length, y_name = 7.5 * len(name), frame.y(y) + 4
+        begin = frame.x(x) + 10 if frame.x(x) + 10 + length < WIDTH else frame.x(x) - 10 - length
+        while any(abs(y_name - y_) < 13 and begin < end and begin + length > start for start, end, y_ in taken):
             y_name -= 3  # avoid overlapping names
-        if y_name >= TOP:  # else there is no room, and the legend has the name
-            taken.append((x_name, y_name))
-            anchor = "start" if right else "end"
+        if y_name >= TOP and begin >= LEFT:  # else there is no room, and the legend has the name
+            taken.append((begin, begin + length, y_name))
+            right = begin > frame.x(x)  # of its point
+            x_name, anchor = (begin, "start") if right else (begin + length, "end")
             parts.append(tag("text", name, class_="name", x=x_name, y=y_name, text_anchor=anchor))
     values = [_values(name, colour, [(x, y)]) for name, colour, x, y in points]
     return _figure(parts, f"{y_label} by {x_label}", frame, kind="points", series=values, unit=x_label)
@@ -166,7 +168,7 @@ def _axes(frame: Frame, x_label: str, y_label: str) -> list[Markup]:
         y = frame.y(value)
         parts.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
         parts.append(tag("text", f"{value:g}", class_="tick", x=LEFT - 6, y=y + 4, text_anchor="end"))
-    for value in ticks(frame.x_low, frame.x_high):
+    for value in ticks(frame.x_low, frame.x_high, whole=x_label == "epoch"):
         below = HEIGHT - BOTTOM + 16
         parts.append(tag("text", f"{value:g}", class_="tick", text_anchor="middle", x=frame.x(value), y=below))
     middle, turned = (LEFT + WIDTH - RIGHT) / 2, f"translate(13 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)"

@@ -19,7 +19,7 @@ from moatlab.attacks.norms import Threat
 from moatlab.report.charts import COLOURS, Series, line_chart, pareto, scatter, surface
 from moatlab.report.plots import plot_portrait, plot_run
 from moatlab.report.views import RunView, Source, find_runs, gather
-from moatlab.runtime.console import duration, verbosity, warn
+from moatlab.runtime.console import duration, rounded, verbosity, warn
 from moatlab.runtime.errors import NotWritten, RunFailed, UserError
 from moatlab.runtime.files import RunFile, atomic, make_folder, remove_leftovers
 from moatlab.training.api import TrainedRun
@@ -27,6 +27,7 @@ from moatlab.training.api import TrainedRun
 HERE = Path(__file__).parent
 ACCURACIES = dict(zip(WATCHED, (6, 4, 1), strict=True))  # with their colours
 LONG = {"first_broken_by", "broken_by", "adversarial"}  # fields of a card that are not shown
+LONGEST_NAME = 80  # of the page of several runs
 Run = str | Path | TrainedRun
 
 
@@ -38,7 +39,8 @@ def write_report(
     trust_model_code: bool = False,
     verbose: bool | None = None,
 ) -> Path:
-    """Write an HTML report and return its path: `out`, or report.html in the first folder.
+    """Write an HTML report and return its path: `out`, or report.html in the folder, or for several folders A and B
+    report_A_B.html beside the first.
 
     `runs`: run folders, folders of run folders, or results of `train`. Robustness by radius, examples and the loss
     surface are measured once and cached in the run's portrait.json. `trust_model_code` allows running the code that a
@@ -48,11 +50,20 @@ def write_report(
     folders = [run.folder if isinstance(run, TrainedRun) else Path(run) for run in each]
     if not folders:
         raise UserError("give at least one run folder, such as runs/moat-2_mini_s0")
-    out = Path(out) if out else folders[0] / RunFile.REPORT
+    out = Path(out) if out else default_path(list(dict.fromkeys(folders)))
     trained = {run.folder: run for run in each if isinstance(run, TrainedRun)}
     with verbosity(verbose):
         _write(find_runs(folders), out, data_dir=data_dir, trust_model_code=trust_model_code, trained=trained)
     return out
+
+
+def default_path(folders: list[Path]) -> Path:
+    if len(folders) == 1:
+        return folders[0] / RunFile.REPORT
+    names = [folder.resolve().name for folder in folders]
+    joined = "_".join(names)
+    short = joined if len(joined) <= LONGEST_NAME else f"{names[0][:LONGEST_NAME]}_and_{len(names) - 1}_more"
+    return folders[0].parent / f"report_{short}.html"
 
 
 def publish(folders: list[Path], out: Path, **options: Any) -> None:
@@ -118,10 +129,14 @@ def render(views: list[RunView], *, title: str | None = None, top: dict[str, Any
         problems=problems + (top["failures"] if top else []),
         columns=columns,
         columns_note=_note_on_columns(views),
+        unfinished={
+            view.label: card.subject.unfinished for view in views for card in view.cards if card.subject.unfinished
+        },
         runs=[_run(view, number) for number, view in enumerate(views)],
         plots=_plots(views),
         accuracies=ACCURACIES,
         duration=duration,
+        rounded=rounded,
         version=version("moatlab"),
         top=top,
     )
@@ -161,17 +176,19 @@ def _over_epochs(views: list[RunView]) -> dict[str, Any] | None:
         curves += [Series(view.label, number, _curve(view.metrics), bold, _marks(view))] if view.metrics else []
     if not curves:
         return None
-    note = "PGD-7 on the watched images after each epoch. Bold: ends of cycles. Cross: the collapse."
+    note = "PGD-7 on the watched images after each epoch."
+    note += " Bold: ends of cycles." if any(one.bold for one in curves) else ""
+    note += " Cross: the collapse." if any(one.marks for one in curves) else ""
     drawing = line_chart(curves, x_label="epoch", y_label="PGD-7 accuracy (%)")
     return _plot("epochs", "Robustness over the epochs", drawing, note, views, [one.colour for one in curves])
 
 
 def _against_cost(views: list[RunView]) -> dict[str, Any] | None:
-    """Under the strongest attack that all runs have in common."""
+    """Under the strongest attack that all runs have in common; None for fewer than two runs."""
     tried = {number: view for number, view in enumerate(views) if view.accuracy and view.record}
     ranked = sorted((attack for attack in CATALOG.values() if attack.rank), key=lambda attack: -attack.rank)
     names = [one.name for one in ranked if tried and all(one.name in view.accuracy for view in tried.values())]
-    if not names:
+    if not names or len(tried) < 2:
         return None
     costs = {number: view.record.counted["passes"] for number, view in tried.items() if view.record}
     points = [(view.label, number, costs[number], 100 * view.accuracy[names[0]]) for number, view in tried.items()]
@@ -222,8 +239,8 @@ def _run(view: RunView, number: int) -> dict[str, Any]:
     collapsed = f"epoch {view.collapsed_at}" if view.collapsed_at else "no"
     if record and record.kept_epoch:
         collapsed = f"epoch {record.alarms[-1]}, kept {record.kept_epoch}"
-    if not (record and record.final):
-        collapsed = record.status if record else "unknown"
+    if not (record and record.final):  # the verdict is of the whole run
+        collapsed = f"alarm at epoch {record.alarms[-1]}" if record and record.alarms else ""
     shown = stages if len(stages) > 1 else []
     fields: dict[str, Any] = {"view": view, "colour": number % COLOURS, "collapsed": collapsed, "stages": shown}
     if view.metrics:

@@ -5,7 +5,7 @@ A quick attack on few images, for illustration; results to report are in the car
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from moatlab.attacks.draws import Draws
-from moatlab.attacks.first_order import strong_pgd
+from moatlab.attacks.first_order import pgd, strong_pgd
 from moatlab.attacks.losses import is_wrong
-from moatlab.attacks.norms import Norm, Threat
+from moatlab.attacks.norms import Norm, Threat, per_image
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.images import as_floats
 from moatlab.evaluation.checks import device_of, images_at_once
@@ -112,20 +112,24 @@ def robustness_by_radius(probe: Probe, x: Tensor, y: Tensor, right: Tensor, thre
     for number, eps in enumerate(radii[1:]):
         left = robust.nonzero().squeeze(1)
         for rows in left.tensor_split(-(-len(left) // at_once)) if len(left) else ():
-            points = _attack(probe, x[rows], y[rows], Threat(threat.norm, eps), rows, number)
+            points = _attack(strong_pgd, probe, x[rows], y[rows], Threat(threat.norm, eps), rows, number)
             robust[rows] = ~is_wrong(probe.logits(points), y[rows])
         accuracy.append(robust.float().mean().item())
     return Curve(eps=radii, accuracy=accuracy, images=len(y))
 
 
-def _attack(probe: Probe, x: Tensor, y: Tensor, threat: Threat, rows: Tensor, number: int) -> Tensor:
+def _attack(
+    attack: Callable[..., Tensor], probe: Probe, x: Tensor, y: Tensor, threat: Threat, rows: Tensor, number: int
+) -> Tensor:
     eps, norm, start = threat.eps, threat.norm, Draws(0, rows.cpu()).in_ball(x, threat, "portrait start", number)
-    return strong_pgd(probe, x, y, eps=eps, step_size=eps / 4, steps=STEPS, norm=norm, start=start)
+    return attack(probe, x, y, eps=eps, step_size=eps / 4, steps=STEPS, norm=norm, start=start)
 
 
 def shown_examples(probe: Probe, x: Tensor, y: Tensor, threat: Threat, names: Sequence[str]) -> list[Example]:
-    """The difference is magnified so that eps spans the whole range."""
-    points = _attack(probe, x, y, threat, torch.arange(len(y)), RADII)
+    """The first adversarial iterate of an image, or the last iterate if it is robust. The difference is magnified so
+    that eps spans the whole range."""
+    found, last = (_attack(attack, probe, x, y, threat, torch.arange(len(y)), RADII) for attack in (strong_pgd, pgd))
+    points = torch.where(per_image(is_wrong(probe.logits(found), y)), found, last)
     changes = points - x
     scale = threat.eps if threat.norm == "linf" else float(changes.abs().max().clamp(min=1e-12))
     answers = [probe.logits(z).argmax(1).tolist() for z in (x, points)]

@@ -142,7 +142,7 @@ def _read(view: RunView, read: Callable[[], T]) -> T | None:
 
 
 def _read_record(run: RunFolder) -> RunRecord:
-    record = run.read_record()
+    record = run.read_current_record()
     if "passes" not in record.counted or (record.final and not {*WATCHED, "images"} <= record.final.keys()):
         raise UserError(f"{run.record} is damaged: it lacks passes or final accuracies")
     return record
