@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from moatlab.attacks.norms import NORM_NAMES
+from moatlab.attacks.norms import NORM_NAMES, Threat
 from moatlab.evaluation.card import Card
 
 METADATA = """\
@@ -55,7 +55,7 @@ session = onnxruntime.InferenceSession("model.onnx")
 
 def card_text(kind: str, description: dict[str, Any], card: Card | None) -> str:
     data, method = (" ".join(str(description[name]).split()) for name in ("data", "method"))
-    threat = f"{NORM_NAMES[description['norm']]}, eps {description['eps']}"
+    threat = f"{NORM_NAMES[description['norm']]}, eps {Threat.of(description['eps'], description['norm']).text}"
     quoted = {"data": json.dumps(data), "method": json.dumps(method)}
     metadata = METADATA.format(**quoted)
     results = "It has not been evaluated; run `moat eval RUN` before the export to add results here.\n\n"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moatlab.attacks.norms import Threat
 from moatlab.data.loading import KNOWN_SIZES
 from moatlab.evaluation.card import Card
 from moatlab.models.preact_resnet import PreActResNet
@@ -30,7 +31,7 @@ def robustbench_files(model: nn.Module, description: dict[str, Any], card: Card 
         "dataset": description["data"],
         "venue": "unpublished",
         "architecture": f"PreActResNet({block}, {layers}, bn_before_fc={final_norm})",
-        "eps": description["eps"],
+        "eps": Threat.of(description["eps"], description["norm"]).text,
         "footnote": "mu and sigma are buffers: (x - mu) / sigma comes first.",
     }
     if card and card.data.images == KNOWN_SIZES[description["data"]][1]:  # RobustBench uses all test images
