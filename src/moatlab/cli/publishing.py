@@ -91,8 +91,8 @@ def report_command(runs: tuple[Path, ...], **options: Any) -> None:
 
     \b
     moat report runs/moat-2_mini_s0
-    moat report runs/demo_s0 -o report.html         all runs in a folder
-    moat report runs/fgsm runs/fast                 writes runs/report_fgsm_fast.html
+    moat report runs/demo_s0 -o report.html  all runs in a folder
+    moat report runs/fgsm runs/fast          writes runs/report_fgsm_fast.html
 
     The page needs no network. Robustness by radius, examples and the loss surface are measured once and cached in the
     run's portrait.json. Missing files are listed on the page.
