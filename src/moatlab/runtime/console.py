@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from moatlab.runtime import distributed
 
 PLAIN_LINE_SECONDS, NOTEBOOK_SECONDS = 15.0, 0.25  # between two updates
+NOTEBOOK_COLUMNS = 90
 
 console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True, quiet=not distributed.is_first())
 _verbose: ContextVar[bool | None] = ContextVar("verbose", default=None)
@@ -41,8 +42,9 @@ def is_heard() -> bool:
 
 def note(message: str, style: str | None = None) -> None:
     with suppress(OSError):  # a full disk or a closed terminal is no reason to stop
-        if is_heard():  # lines are wrapped on a terminal only
-            console.print(message, style=style, markup=False, soft_wrap=not console.is_terminal)
+        if is_heard():  # lines are wrapped on a terminal and in a notebook only
+            wrap, width = console.is_terminal or console.is_jupyter, NOTEBOOK_COLUMNS if console.is_jupyter else None
+            console.print(message, style=style, markup=False, soft_wrap=not wrap, width=width)
 
 
 def warn(message: str) -> None:
