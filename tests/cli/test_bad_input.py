@@ -283,7 +283,7 @@ def test_a_file_is_no_folder_for_a_run(refuses, alone, tiny_options, command, ou
         ("fgsm", ["--seed", 1], "seed"),
         ("fgsm", ["--lr", 0.3], "lr"),
         ("fgsm", ["--eps", "4/255"], "eps"),
-        ("fgsm", ["--epochs", 3], "epochs"),
+        ("fgsm", ["--epochs", 1], "epochs"),
         ("fgsm", ["--batch-size", 4], "batch-size"),
         ("fgsm", ["--bn-in-attack", "eval"], "bn-in-attack"),
         ("fgsm", ["--no-augment"], "augment"),

@@ -11,7 +11,9 @@ from moatlab.methods.cost import KINDS
 from moatlab.runtime import console, distributed
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import RunFile
-from moatlab.training.recipe import Recipe, default_name, make_recipe
+from moatlab.training.recipe import Recipe, default_name, make_recipe, slug
+from moatlab.training.resuming import resumed_recipe
+from moatlab.training.run_folder import RunFolder
 
 
 @click.command("train", cls=shared.WithRecipe, short_help="Train one model.")
@@ -44,9 +46,15 @@ def train_command(
     if resume and not (options["method"] or options["file"]):
         if out is None or not (out / RunFile.RECIPE).exists():
             raise UserError(f"there is no run in {out} to resume" if out else "name the run to resume with --out")
-        options["file"] = out / RunFile.RECIPE
-    recipe = make_recipe(**options)
-    out = out or Path("runs") / default_name(recipe, options["preset"])
+        if not RunFolder(out).is_begun:
+            options["file"] = out / RunFile.RECIPE
+    recipe = None
+    if out is None:
+        recipe = make_recipe(**options)
+        out = Path("runs") / default_name(recipe, options["preset"])
+    if resume and RunFolder(out).is_begun:
+        recipe = resumed_recipe(RunFolder(out), **options)
+    recipe = recipe or make_recipe(**options)
     shared.let_be_deterministic(recipe)
     from moatlab.runtime.device import Machine
     from moatlab.training.api import train_recipe
@@ -120,10 +128,17 @@ def compare_command(methods: tuple[str, ...], out: Path | None, **options: Any) 
     """
     running = {name: options.pop(name) for name in ("data_dir", "resume", "as_json", "on", "threads", "device")}
     recipes = [make_recipe(method, **options) for method in methods]
+    out = out or Path("runs") / f"compare_{default_name(recipes[0], options['preset'], ' '.join(methods))}"
+    folders = [RunFolder(out / slug(recipe.method)) for recipe in recipes]
+    if running["resume"] and (begun := [folder for folder in folders if folder.is_begun]):
+        others = options | {"file": options["file"] or begun[0].recipe}  # of the runs that are not begun
+        recipes = [
+            resumed_recipe(folder, method, **options) if folder in begun else make_recipe(method, **others)
+            for method, folder in zip(methods, folders, strict=True)
+        ]
     epochs = max(recipe.epochs for recipe in recipes)  # the step-wise default: 201 for cycles, 200 for others
     recipes = [recipe.model_copy(update={"epochs": epochs}) for recipe in recipes]
     shared.let_be_deterministic(recipes[0])
-    out = out or Path("runs") / f"compare_{default_name(recipes[0], options['preset'], ' '.join(methods))}"
     run_comparison(recipes, out, **running)
 
 

@@ -17,6 +17,7 @@ from moatlab.runtime import console, distributed
 from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import Interrupted, UserError
 from moatlab.training.recipe import Recipe, default_name, make_recipe, option_name
+from moatlab.training.resuming import resumed_recipe
 from moatlab.training.run_folder import RunFolder, RunRecord
 from moatlab.training.setup import Session
 from moatlab.training.trainer import Trainer
@@ -80,11 +81,14 @@ def train(
         if not isinstance(model, nn.Module | str):
             raise UserError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module or a name")
         own = model if isinstance(model, nn.Module) else None
-        data = "mini" if data is None else data
+        data_given, data = data is not None, "mini" if data is None else data
         images = _given_images(data)
         name = f"{type(model).__module__}:{type(model).__qualname__}" if own is not None else model
-        recipe = make_recipe(method or "moat:2", model=name, data=images.name if images else str(data), **options)
+        options |= {"model": name, "data": images.name if images else str(data)}
+        recipe = make_recipe(method or "moat:2", **options)
         folder = Path(out) if out else _free_folder(recipe, options.get("preset"), resume)
+        if resume and RunFolder(folder).is_begun:
+            recipe = resumed_recipe(RunFolder(folder), method, **options | ({} if data_given else {"data": None}))
     with console.verbosity(verbose):
         console.note(f"the run is in {folder}")
         where: dict[str, Any] = {"data_dir": data_dir, "stream": stream, "images": images, "model": own}

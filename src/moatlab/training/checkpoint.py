@@ -19,6 +19,7 @@ from moatlab.runtime import console, distributed
 from moatlab.runtime.environment import describe_environment
 from moatlab.runtime.errors import Damaged, UserError, first_line
 from moatlab.runtime.files import SCHEMA, atomic, read_whole, restore_lines
+from moatlab.training.recipe import Recipe, load_recipe
 from moatlab.training.run_folder import RunFolder
 from moatlab.training.setup import Session
 
@@ -80,7 +81,7 @@ def seal(archive: bytes) -> bytes:
     return archive + COMMENT + hashlib.sha256(archive).hexdigest().encode()
 
 
-def load_checkpoint(path: Path, session: Session) -> tuple[Progress, Weights | None]:
+def load_checkpoint(path: Path, session: Session, identity: str) -> tuple[Progress, Weights | None]:
     """Load weights, optimizer state and the scale of fp16 gradients; return the progress and the last good weights."""
     try:
         sealed = read_whole(path)
@@ -92,7 +93,7 @@ def load_checkpoint(path: Path, session: Session) -> tuple[Progress, Weights | N
         content = torch.load(file, map_location="cpu", weights_only=True)
         if content["schema"] != SCHEMA:
             raise UserError(f"{path} has schema {content['schema']}; this version of moatlab reads {SCHEMA}")
-        if content["identity"] != session.identity:
+        if content["identity"] != identity:
             raise ValueError("it is of another run: another recipe, or other data")
         state = content["progress"]
         costs = {name: Cost(**state[name]) for name in ("cost", "healing_cost", "monitor_cost")}
@@ -148,11 +149,30 @@ def _resume(session: Session, folder: RunFolder) -> tuple[Progress, Weights | No
                 console.warn(f"the run resumes with another {name} ({new}, not {old}); its last bits may differ")
     except Damaged as error:
         console.warn(f"{error}; it is written again")
-    progress, good = _load_newest(session, folder)
+    before = load_recipe(folder.recipe)
+    progress, good = _load_newest(session, folder, f"{before.sha256} {session.images.sha256}")
+    if before != session.recipe:
+        extend(session, folder, before, progress, good)
     restore_lines(folder.metrics, progress.history)
     restore_lines(folder.events, progress.events)
     console.note(f"resuming {folder.path} at step {progress.step} of {session.total_steps}")
     return progress, good
+
+
+def extend(session: Session, folder: RunFolder, before: Recipe, progress: Progress, good: Weights | None) -> None:
+    """Give the run more epochs: of a recipe, only those may differ. The checkpoint is written first; should the process
+    end before the recipe is, the earlier checkpoint still belongs to the earlier recipe."""
+    more = f"the run in {folder.path} can't have {session.recipe.epochs} epochs"
+    instead = f"train on from its weights in another folder, with --init {folder.path}"
+    if progress.stopped:
+        raise UserError(f"{more}: it was ended by --on-collapse stop; {instead}")
+    if not session.has_same_past(before, progress.step):
+        what = f"the {before.schedule} learning rates and stages of the {progress.step} steps taken depend on"
+        raise UserError(f"{more}: {what} its {before.epochs} epochs; {instead}")
+    save_checkpoint(folder, session, progress, good)
+    with atomic(folder.recipe) as file:
+        file.write(session.recipe.to_toml().encode())
+    console.note(f"the run has {session.recipe.epochs} epochs now, not {before.epochs}")
 
 
 def environment_of(session: Session) -> dict[str, Any]:
@@ -160,13 +180,13 @@ def environment_of(session: Session) -> dict[str, Any]:
     return describe_environment() | {"device": str(session.device), "precision": session.precision, "processes": count}
 
 
-def _load_newest(session: Session, folder: RunFolder) -> tuple[Progress, Weights | None]:
+def _load_newest(session: Session, folder: RunFolder, identity: str) -> tuple[Progress, Weights | None]:
     """Load the newest intact checkpoint. A damaged one is renamed, so that the next save does not replace the intact
     one with it."""
     failures = []
     for path in folder.checkpoints:
         try:
-            found = load_checkpoint(path, session)
+            found = load_checkpoint(path, session, identity)
         except UserError as error:
             failures.append(str(error))
         else:

@@ -119,6 +119,10 @@ class RunFolder:
         """The existing ones, newest first."""
         return [path for path in (self.checkpoint, self.previous_checkpoint) if path.exists()]
 
+    @property
+    def is_begun(self) -> bool:
+        return bool(self.checkpoints) or self.record.exists()
+
     @contextmanager
     def for_one_process(self) -> Iterator[None]:
         """Create and lock the folder. Remove it again if it is new and no checkpoint was written."""
@@ -186,7 +190,7 @@ class RunFolder:
         for place in (self.path, *self.path.parents):
             if place.exists() and not place.is_dir():
                 raise UserError(f"--out {self.path}: {place} is a file, not a folder; name another")
-        if not self.checkpoints and not self.record.exists():
+        if not self.is_begun:
             own = (self.recipe, self.metrics, self.events)  # of a start that was killed
             found = self.path.iterdir() if self.path.exists() else ()
             others = [path for path in found if path.name[0] != "." and path not in own]
@@ -196,7 +200,8 @@ class RunFolder:
         if not resume:
             raise UserError(f"--out {self.path} has a run already; add --resume, or name another folder")
         before = load_recipe(self.recipe)
-        for name, new in recipe:
-            if (old := getattr(before, name)) != new:
-                change = f"{option_name(name).lstrip('-')} = {old}, not {new}"
-                raise UserError(f"the run in {self.path} was started with {change}; use its recipe or another folder")
+        pairs = {option_name(name).lstrip("-"): (getattr(before, name), new) for name, new in recipe}
+        changes = [f"{name} = {old}, not {new}" for name, (old, new) in pairs.items() if old != new]
+        if changes and not (len(changes) == 1 and recipe.epochs > before.epochs):  # see checkpoint.extend
+            started = f"the run in {self.path} was started with {', '.join(changes)}"
+            raise UserError(f"{started}; leave {'these' if len(changes) > 1 else 'this'} out, or use another folder")

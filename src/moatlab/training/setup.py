@@ -96,6 +96,16 @@ class Session:
         length = len(method.stages)
         return (epoch + 1) % (-(-recipe.monitor_every // length) * length) == 0
 
+    def has_same_past(self, before: Recipe, steps: int) -> bool:
+        """Whether these first steps have the learning rates and stages that they had with the recipe `before`."""
+        then = copy.copy(self)
+        then.recipe = before
+        return all(
+            then.learning_rate(step) == self.learning_rate(step)
+            and all(then.stage_at(step, replaced) == self.stage_at(step, replaced) for replaced in (False, True))
+            for step in range(steps)
+        )
+
     def where(self, step: int, replaced: bool = False) -> str:
         """A step, as named in messages."""
         epoch, stage = step // self.steps_per_epoch + 1, self.stage_at(step, replaced)
