@@ -292,7 +292,7 @@ def test_sgd_after_a_resume_equals_sgd_without_one(tmp_path):
     resumed = PreActResNet18(classes=10, width=8).to(memory_format=torch.channels_last)
     resumed_optimizer = Sgd(resumed.parameters(), **SGD)
     session.model, session.optimizer = resumed, resumed_optimizer
-    assert load_checkpoint(path, session) == (Progress(step=1), None)
+    assert load_checkpoint(path, session, session.identity) == (Progress(step=1), None)
     step(resumed, resumed_optimizer)
     step(model, optimizer)
     step(plain, plain_optimizer)
