@@ -304,3 +304,68 @@ def test_a_zip_that_explodes_is_not_unpacked_into_memory(canary):
     path.write_bytes(path.read_bytes() + b"PK\5\6")  # what Python then takes for no archive, and PyTorch for one
     with pytest.raises(UserError, match=r"bomb\.pt"):
         read_weights(path)
+
+
+OWN = """
+import torch
+def net(): return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2))
+def bad(): open("canary", "w")
+"""
+
+
+@pytest.fixture
+def own(canary, tiny):
+    """A run of a model in own.py, named on the command line."""
+    (canary.parent / "own.py").write_text(OWN)
+    options = ("--data", tiny, "--batch-size", 16, "--epochs", 1, "--out", "run")
+    assert moat("train", "fgsm", *options, "--model", "own:net").code == 0
+    assert "own:net" in (canary.parent / "cache" / "moatlab" / "trusted.json").read_text()
+    yield canary.parent
+    sys.modules.pop("own", None)
+
+
+def test_a_model_that_was_named_once_is_trusted_while_its_file_is_unchanged(own):
+    for command in (("eval", "run", "--attacks", "clean"), ("train", "--resume", "--out", "run")):
+        ended = moat(*command)
+        assert ended.code == 0, ended.err
+    (own / "own.py").write_text(OWN + "# changed\n")
+    refused("--trust-model-code", "eval", "run", "--attacks", "clean")
+    refused("--trust-model-code", "train", "--resume", "--out", "run")
+
+
+def test_a_trusted_file_is_not_trusted_elsewhere_nor_for_another_factory(own, monkeypatch):
+    path = own / "w.safetensors"
+    write_weights(path, torch.nn.Linear(1, 1), {"model": "own:bad", "arguments": {}, "classes": 2, "data": "mini"})
+    refused("--trust-model-code", "eval", path, "--attacks", "clean")
+    elsewhere = own / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "own.py").write_text(OWN)  # the same bytes, from a stranger
+    (own / "run").rename(elsewhere / "run")
+    monkeypatch.chdir(elsewhere)
+    refused("--trust-model-code", "eval", "run", "--attacks", "clean")
+
+
+def test_a_run_from_elsewhere_that_brings_its_own_list_is_not_trusted(canary):
+    a_file_that_names_a_module(canary.parent / "model.safetensors")
+    for folder in (canary.parent, canary.parent / "moatlab"):
+        folder.mkdir(exist_ok=True)
+        write_json(folder / "trusted.json", {"models": {"evil:net": [{str(canary.parent / "evil.py"): "0"}]}})
+    refused("--trust-model-code", "eval", "model.safetensors", "--attacks", "clean")
+
+
+def test_a_plan_and_a_trusted_file_are_not_remembered(canary):
+    assert moat("plan", "fgsm", "--model", "evil:net").code == 0
+    path = a_file_that_names_a_module(canary.parent / "w.safetensors")
+    moat("eval", path, "--attacks", "clean", "--trust-model-code")
+    sys.modules.pop("evil")
+    canary.unlink()
+    refused("--trust-model-code", "eval", path, "--attacks", "clean")
+    assert not (canary.parent / "cache" / "moatlab" / "trusted.json").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"models": 5}', b'{"models": {"evil:net": [[], {}, 3]}}'])
+def test_a_damaged_list_of_trusted_models_trusts_nothing(canary, content):
+    (canary.parent / "cache" / "moatlab").mkdir(parents=True)
+    (canary.parent / "cache" / "moatlab" / "trusted.json").write_bytes(content)
+    path = a_file_that_names_a_module(canary.parent / "w.safetensors")
+    refused("--trust-model-code", "eval", path, "--attacks", "clean")

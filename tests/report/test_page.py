@@ -244,7 +244,7 @@ def test_a_portrait_of_the_users_own_model_is_shown_again_without_running_its_co
     ended = moat("train", "fgsm", *options, "--model", "mine:build")
     assert "5 steps in all" in ended.err
     assert "on 80 training images" in ended.err
-    assert "next: moat eval run --trust-model-code" in ended.out
+    assert "next: moat eval run\n" in ended.out
     before = (alone / "run" / "report.html").read_text()
     (alone / "mine.py").write_text("raise SystemExit('run without being asked')")
     assert moat("report", "run").code == 0

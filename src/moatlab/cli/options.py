@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from moatlab.runtime import console
+from moatlab.runtime import console, trust
 from moatlab.runtime.environment import is_device
 from moatlab.runtime.errors import UserError
 from moatlab.training.presets import PRESETS
@@ -21,11 +21,14 @@ Command = Callable[..., Any]
 FILE = click.Path(path_type=Path, readable=False)  # not checked here; shells complete it
 
 
-def _importable(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
-    """Add the current folder to the import path if the option names the user's own code, or trusts a file that does."""
-    here = str(Path.cwd())
-    if (value is True or (isinstance(value, str) and ":" in value)) and here not in sys.path:
-        sys.path.append(here)
+def _importable(context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
+    """Add the current folder to the import path if the option names the user's own code, or trusts a file that does, or
+    code in this folder was named before. Remember what is named, except by `moat plan`, which imports nothing."""
+    here, names_code = Path.cwd(), isinstance(value, str) and ":" in value
+    if (value is True or names_code or trust.is_root(here)) and str(here) not in sys.path:
+        sys.path.append(str(here))
+    if names_code and context.info_name != "plan" and not context.resilient_parsing:
+        trust.remember(value)
     return value
 
 
@@ -47,7 +50,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 data_dir_option = click.option(
     "--data-dir", type=FILE, envvar="MOAT_DATA", show_envvar=True, help="Folder searched first for data sets."
 )
-trust_help = "Allow running the Python code that the file names as its model."
+trust_help = "Run model code that a file from elsewhere names."
 trust_option = click.option("--trust-model-code", is_flag=True, callback=_importable, help=trust_help)
 on_option = click.option("--on", metavar="ray[:ADDRESS]", help="Run on a Ray cluster, local or at ADDRESS.")
 which_option = click.option("--which", type=click.Choice(["last", "best"]), default="last", help="Epoch of the run.")

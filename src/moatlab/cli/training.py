@@ -1,16 +1,19 @@
 """Commands that train: `moat train`, `plan`, `compare` and `demo`."""
 
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from moatlab.cli import options as shared
 from moatlab.methods.cost import KINDS
 from moatlab.runtime import console, distributed
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import RunFile
+from moatlab.runtime.trust import is_trusted
 from moatlab.training.recipe import Recipe, default_name, make_recipe, slug
 from moatlab.training.resuming import resumed_recipe
 from moatlab.training.run_folder import RunFolder
@@ -73,7 +76,10 @@ def train_command(
         click.echo(record.text(out))
         if page.exists():
             click.echo(f"report: {page}")
-        click.echo(f"next: moat eval {out}{' --trust-model-code' if recipe.names_code else ''}")
+        options_of_eval = ["--trust-model-code"] if recipe.names_code and not is_trusted(recipe.model) else []
+        if click.get_current_context().get_parameter_source("data_dir") is ParameterSource.COMMANDLINE:
+            options_of_eval += ["--data-dir", str(running["data_dir"])]
+        click.echo(f"next: {shlex.join(['moat', 'eval', str(out), *options_of_eval])}")
 
 
 @click.command("plan", cls=shared.WithRecipe)

@@ -24,6 +24,7 @@ import numpy as np
 
 from moatlab.data.cifar import SPECS, SUMS_FILE, Spec, suffix_in, to_records
 from moatlab.runtime.console import Bar, note
+from moatlab.runtime.environment import cache_dir
 from moatlab.runtime.errors import UserError
 
 CONNECT_SECONDS = 10
@@ -35,11 +36,6 @@ LARGEST_FILE, LARGEST_ARCHIVE = 2**28, 2**30  # unpacked bytes; official: 154 MB
 
 class SourceError(Exception):
     """One source failed; the next is tried."""
-
-
-def cache_dir() -> Path:
-    """The folder for downloaded data sets: $XDG_CACHE_HOME/moatlab, by default ~/.cache/moatlab."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moatlab"
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moatlab.data import cifar, download
 from moatlab.data.cifar import SPECS
 from moatlab.runtime.console import warn
+from moatlab.runtime.environment import cache_dir
 from moatlab.runtime.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def load_images(name: str, data_dir: str | Path | None = None, *, stream: bool |
     train_x, train_y, test_x, test_y = map(torch.from_numpy, cifar.read_arrays(folder, spec))
     if note := cifar.shortfall(spec, len(train_y), len(test_y)):
         warn(f"{name} in {folder} is not the official set: {note}")
-    in_cache = folder.is_relative_to(download.cache_dir())
+    in_cache = folder.is_relative_to(cache_dir())
     source = "embedded" if name == "mini" else "cache" if in_cache else f"folder {folder.resolve().name}"
     classes = cifar.class_names(folder, spec)
     sha256 = checksum(train_x, train_y, test_x, test_y)

@@ -17,6 +17,7 @@ from moatlab.runtime.console import warn
 from moatlab.runtime.device import choose_device
 from moatlab.runtime.errors import UserError, needs_trust
 from moatlab.runtime.files import RunFile
+from moatlab.runtime.trust import is_trusted
 from moatlab.training.recipe import load_recipe, slug
 from moatlab.training.run_folder import RunFolder
 
@@ -70,7 +71,7 @@ def load_target(
     model_name = model or description.get("model")
     if not isinstance(model_name, str):
         raise UserError(f"{path} does not name its model; name it with --model")
-    if model is None and model_name not in BUILT_IN and not trust_model_code:
+    if model is None and model_name not in BUILT_IN and not (trust_model_code or is_trusted(model_name)):
         raise needs_trust(model_name, path, ", or name it yourself with --model")
     if path is None and model_name in BUILT_IN:
         raise UserError(f"--model {model_name} alone has no trained weights; name a run folder or a weights file too")

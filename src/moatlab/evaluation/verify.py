@@ -25,6 +25,7 @@ from moatlab.runtime import console
 from moatlab.runtime.device import Autocast, full_precision
 from moatlab.runtime.errors import RunFailed, UserError, needs_trust, users_code
 from moatlab.runtime.files import UNREADABLE_ARRAYS, read_json_and_check
+from moatlab.runtime.trust import is_trusted
 
 TOLERANCE = 1e-6
 AT_ONCE = 500
@@ -52,7 +53,7 @@ def verify_card(
         raise UserError(f"{path} has no saved examples; evaluate with --save-adversarial")
     if card.measured.randomised:
         raise UserError(f"{path} can't be verified: it is of a randomised model, whose outputs vary")
-    if not trust_model_code and subject.model not in BUILT_IN:
+    if subject.model not in BUILT_IN and not (trust_model_code or is_trusted(subject.model)):
         raise needs_trust(subject.model, path)
     beside = path.parent / Path(subject.file).name if subject.file else None
     target = load_target(beside, model=subject.model, data=subject.data, data_dir=data_dir, device=device)

@@ -13,6 +13,7 @@ from moatlab.models.resnet import ResNet18
 from moatlab.models.weights import read_weights, set_weights
 from moatlab.models.yours import build_by_factory
 from moatlab.runtime.errors import UserError, first_line, needs_trust
+from moatlab.runtime.trust import is_trusted
 
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     "preact_resnet18": PreActResNet18,
@@ -45,12 +46,13 @@ def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Mod
 
 def load(run: str | Path, *, trust_model_code: bool = False) -> nn.Module:
     """The trained model of a run folder or of a run's `.safetensors` file, on the CPU, in eval mode. A file that names
-    a factory (`package.module:factory`) needs `trust_model_code`: loading it imports that module."""
+    a factory (`package.module:factory`) needs `trust_model_code`, because loading it imports that module, unless you
+    named it on the command line before."""
     tensors, description = read_weights(run)
     name, classes, arguments = (description.get(key) for key in ("model", "classes", "arguments"))
     if not (isinstance(name, str) and isinstance(classes, int) and isinstance(arguments, dict)):
         raise UserError(f"{run} does not name its model; moatlab.load reads files that moatlab wrote")
-    if name not in BUILT_IN and not trust_model_code:
+    if name not in BUILT_IN and not (trust_model_code or is_trusted(name)):
         raise needs_trust(name, run)
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, then replaced
         model = build_model(name, classes=classes, arguments=arguments)

@@ -34,6 +34,11 @@ def describe_environment(device: torch.device | None = None) -> dict[str, str | 
     }
 
 
+def cache_dir() -> Path:
+    """The folder for downloaded data sets and trusted models: $XDG_CACHE_HOME/moatlab, by default ~/.cache/moatlab."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moatlab"
+
+
 def is_device(name: str) -> bool:
     """Whether a text names a device; `choose_device` checks that this machine has it."""
     return re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", name) is not None

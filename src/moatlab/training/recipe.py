@@ -30,6 +30,7 @@ from moatlab.methods.stages import STAGES
 from moatlab.runtime.console import counted
 from moatlab.runtime.errors import UserError, did_you_mean, needs_trust
 from moatlab.runtime.files import SCHEMA, read_whole
+from moatlab.runtime.trust import is_trusted
 from moatlab.training.presets import PRESETS, default_preset
 
 Deviation = Annotated[float, Field(gt=1e-6, allow_inf_nan=False)]
@@ -164,14 +165,14 @@ def make_recipe(
     """A recipe from a preset, a recipe file and explicit options; later ones win.
 
     A file that names a user's own model (`package.module:factory`) makes training import that code. It is refused
-    unless the model is also given as an option, or `trust_model_code` is true.
+    unless the model is also given as an option, `trust_model_code` is true, or it was named on the command line before.
 
     >>> make_recipe("moat:2", epochs=3).eps
     '16/255'
     """
     layers = read_recipe_file(Path(file)) if file else {}
     named = str(layers.get("model", ""))
-    if ":" in named and options.get("model") is None and not trust_model_code:
+    if ":" in named and options.get("model") is None and not (trust_model_code or is_trusted(named)):
         raise needs_trust(named, f"the recipe {file}")
     given = {name: value for name, value in options.items() if value is not None}
     if "eps" in given:
