@@ -16,14 +16,25 @@ SHORTENED = [
     (r"\[:200\]", "[:20]"),
     (r"pgd50", "pgd7"),
 ]
-OPTIONS = 'method="moat:2", epochs=3, width=8, batch_size=40, threads=1'
-TRAIN = f'moatlab.train("preact_resnet18", (images.train_x[:400], images.train_y[:400]), {OPTIONS}, '
-WHOLE = f'whole = {TRAIN}out="runs/whole", verbose=False)'
-STOPPED = f'{TRAIN}out="runs/stopped")  # interrupted at the tenth step'
-RESUMED = f"""import signal
-assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-assert issubclass(moatlab.runtime.errors.Interrupted, KeyboardInterrupt)
-resumed = {TRAIN}out="runs/stopped", resume=True)
+MODEL = """import signal, time, torch
+
+class Net(torch.nn.Sequential):
+    def __init__(self, pause=0.0):
+        torch.manual_seed(0)
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(768, 10))
+        self.pause = pause
+
+    def forward(self, x):
+        time.sleep(self.pause)
+        return super().forward(x)
+
+data = images.train_x[:400], images.train_y[:400]
+options = {"method": "moat:2", "epochs": 3, "batch_size": 40, "threads": 1}
+"""
+WHOLE = f'{MODEL}whole = moatlab.train(Net(), data, out="runs/whole", verbose=False, **options)'
+STOPPED = 'moatlab.train(Net(pause=0.1), data, out="runs/stopped", **options)  # interrupted at the first steps'
+RESUMED = """assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+resumed = moatlab.train(Net(), data, out="runs/stopped", resume=True, **options)
 assert resumed.record.model == whole.record.model"""
 
 
