@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from moatlab.models.yours import build_by_factory
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FEW = ("--epochs", "3", "--images", "256")
@@ -30,3 +33,11 @@ def test_a_stage_of_the_users_own_trains_at_its_declared_cost(alone):
     result = subprocess.run(command, cwd=alone, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "'passes': 1.10" in result.stdout  # an epoch of noise, two steps of fast
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+def test_the_networks_to_fine_tune_take_images_of_16x16_and_have_a_linear_head(name, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    model = build_by_factory(f"finetune_networks:{name}", classes=7)
+    assert model(torch.rand(2, 3, 16, 16)).shape == (2, 7)
+    assert [*model.modules()][-1].out_features == 7
