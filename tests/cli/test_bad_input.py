@@ -391,7 +391,7 @@ def test_a_factory_that_makes_no_model_is_refused(refuses, alone, source, says):
 @pytest.mark.parametrize("classes", [2, 9, 11, 100])
 def test_a_model_with_the_wrong_number_of_classes_is_refused(refuses, alone, classes):
     write_module(alone, f"def small(): return nn.Sequential(nn.Flatten(), nn.Linear(768, {classes}))")
-    refuses_model(refuses, "mine:small", f"(2, {classes})")
+    refuses_model(refuses, "mine:small", f"(2, {classes})" if classes > 10 else f"the model has {classes} classes")
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_a_model_that_cannot_take_the_images_is_refused(refuses, alone, forward)
                 return {forward}
         """,
     )
-    refuses_model(refuses, "mine:Small", "images")
+    refuses_model(refuses, "mine:Small", "logits" if forward in ("None", "(x, x)") else "images")
 
 
 # --- weights to start from

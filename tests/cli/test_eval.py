@@ -502,7 +502,7 @@ def test_a_data_set_of_two_classes_says_which_attacks_work(refuses, alone, tiny)
     (alone / "two.py").write_text(
         "from torch import nn\ndef make(n): return nn.Sequential(nn.Flatten(), nn.Linear(192, n))"
     )
-    err = refuses("eval", "--model", "two:make", "--data", tiny, "--attacks", "aa", says="at least 4 classes")
+    err = refuses("eval", "--model", "two:make", "--data", tiny, "--attacks", "apgd-t", says="at least 4 classes")
     assert "pgd50" in err
     assert "square" in err
 

@@ -118,7 +118,7 @@ def test_the_cache_serves_when_the_data_folder_has_nothing(tmp_path):
 
 
 def test_a_data_folder_that_does_not_exist_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="gone does not exist; correct --data-dir"):
+    with pytest.raises(UserError, match="gone does not exist; correct data_dir"):
         load_images("cifar10", tmp_path / "gone")
     monkeypatch.setenv("MOAT_DATA", str(tmp_path / "gone"))
     with pytest.raises(UserError, match="gone does not exist; correct MOAT_DATA"):

@@ -288,7 +288,7 @@ def test_two_that_start_together_download_once(official, serve):
 
 def test_when_nothing_works_one_sentence_says_what_was_tried(official):
     official(b"")
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.* cannot be reached .* --data-dir DIR$") as caught:
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.* cannot be reached .* data_dir DIR$") as caught:
         load_images("cifar10")
     assert "npm" not in str(caught.value)
 

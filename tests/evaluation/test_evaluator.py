@@ -428,7 +428,7 @@ def test_eps_is_a_number_or_a_text():
     x, y = images(12, model)
     results = [evaluate(model, x, y, attacks=["pgd50"], eps=eps) for eps in (8 / 255, "8/255", None)]
     assert [result.broken_by for result in results[1:]] == [results[0].broken_by] * 2
-    assert [result.settings.eps for result in results] == [str(8 / 255), "8/255", "8/255"]
+    assert [result.settings.eps for result in results] == ["8/255"] * 3
 
 
 def test_progress_is_shown_if_it_is_asked_for_and_nothing_is_printed_otherwise(capsys):
@@ -598,13 +598,12 @@ def refuse(says, model=None, x=None, y=None, **options):
         ("5 classes", {"y": torch.tensor([0, 1, 2, 5])}),
         ("-1", {"y": torch.tensor([0, 1, 2, -1])}),
         ("4 images and 3 labels", {"y": torch.tensor([0, 1, 2])}),
-        ("whole number", {"y": torch.rand(4)}),
+        ("integers", {"y": torch.rand(4)}),
         ("shape", {"x": torch.rand(4, 192)}),
         ("shape \\(4,\\)", {"model": Returns(lambda x: x.flatten(1).sum(1))}),
         ("output is NaN", {"model": Returns(lambda x: x.flatten(1)[:, :5] * float("nan"))}),
         ("one output", {"model": Returns(lambda x: x.flatten(1)[:, :1])}),
         ("can't be run", {"model": Returns(lambda x: x @ torch.rand(3, 3))}),
-        ("pgd50", {"model": Returns(lambda x: x.flatten(1)[:, :3]), "y": torch.tensor([0, 1, 2, 0])}),
         ("other images of its batch", {"model": Returns(lambda x: x.flatten(1)[:, :5] - x.mean())}),
     ],
 )
@@ -620,9 +619,8 @@ def test_three_classes_can_be_evaluated_without_the_targeted_dlr_loss():
     names = ["fgsm", "pgd7", "pgd50", "cw50", "mim50", "apgd-ce", "fab-t", "square"]
     result = evaluate(model, x, y, attacks=names, eps=0.05)
     assert set(result.accuracy) == {"clean", *names}
-    for name in ("aa", "aa-fast", "apgd-t"):
-        with pytest.raises(UserError, match="at least 4 classes"):
-            evaluate(model, x, y, attacks=[name], eps=0.05)
+    with pytest.raises(UserError, match="at least 4 classes"):
+        evaluate(model, x, y, attacks=["apgd-t"], eps=0.05)
     with pytest.raises(UserError, match="at least 4 classes"):
         autoattack(model, x, y, eps=0.05)
 

@@ -248,11 +248,11 @@ def test_the_setting_names_the_radius_and_the_mode_of_batchnorm():
 def test_a_field_out_of_its_range_is_refused_by_the_name_of_its_option(option, value):
     with pytest.raises(UserError) as error:
         make_recipe(**({"method": "moat:2", "preset": "paper"} | {option: value}))
-    assert f"--{option.replace('_', '-')}" in str(error.value) or option == "method"
+    assert option in str(error.value) or option == "method"
 
 
 def test_watching_held_out_images_needs_some():
-    with pytest.raises(UserError, match="--holdout"):
+    with pytest.raises(UserError, match="holdout=1000 or monitor=\"train\""):
         make_recipe("moat:2", monitor="holdout", holdout=0)
 
 
@@ -272,7 +272,7 @@ def test_only_multi_step_stages_heal(then):
 
 def test_a_file_that_names_a_model_of_somebodys_own_needs_to_be_trusted(tmp_path):
     path = written(tmp_path, 'method = "fgsm"\nmodel = "theirs:net"')
-    with pytest.raises(UserError, match=r"theirs:net.*--trust-model-code"):
+    with pytest.raises(UserError, match=r"theirs:net.*trust_model_code=True"):
         make_recipe(file=path)
     assert make_recipe(file=path, trust_model_code=True).model == "theirs:net"
     assert make_recipe(file=path, model="mine:net").model == "mine:net"
@@ -294,13 +294,13 @@ def test_a_field_that_a_recipe_lacks_is_refused():
         ("epochs = 3\nepochs = 4", "not valid TOML"),
         (b"\xff\xfe", "not valid TOML"),
         ("[moat]\nepochs = 3", "unknown key 'moat'"),
-        ("epochs = [3]", "--epochs"),
-        ("epochs = 2020-01-01", "--epochs"),
+        ("epochs = [3]", "epochs"),
+        ("epochs = 2020-01-01", "epochs"),
         ("method = 2", "method"),
         ('method = 2\nschedule = "stepwise"', "method"),
-        ("data = 5", "--data"),
-        ("holdout = [1]", "--holdout"),
-        ("eps = 8", "--eps"),
+        ("data = 5", "data"),
+        ("holdout = [1]", "holdout"),
+        ("eps = 8", "eps"),
     ],
 )
 def test_a_recipe_file_with_a_mistake_is_refused(tmp_path, content, says):

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from moatlab.runtime.console import warn
 from moatlab.runtime.errors import UserError, did_you_mean
 
 RESTARTS, TARGETS = 10, 9
@@ -65,10 +66,18 @@ def check_names(names: Iterable[str] | str) -> list[str]:
     return [name for name in names if name != "clean"]
 
 
-def usual_attacks(classes: int) -> list[str]:
-    """The attacks of the paper's tables; below four classes, AutoAttack is replaced by its members that work."""
-    members = [name for name in AUTOATTACK if CATALOG[name].classes <= classes]
-    return [*PAPER[1:-1], *(["aa"] if classes >= CATALOG["aa"].classes else members)]
+def working_attacks(names: list[str], classes: int) -> list[str]:
+    """The attacks; below four classes, AutoAttack is replaced by its members that work."""
+    found: list[str] = []
+    for name in names:
+        members = [member for member in CATALOG[name].members if CATALOG[member].classes <= classes]
+        if members and classes < CATALOG[name].classes:
+            warn(f"AutoAttack needs four classes; using its parts {', '.join(members)} instead")
+            found += members
+        else:
+            check_classes(name, classes)
+            found.append(name)
+    return list(dict.fromkeys(found))
 
 
 def check_classes(name: str, classes: int) -> None:

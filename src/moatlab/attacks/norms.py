@@ -47,10 +47,10 @@ class Threat:
             if norm == "linf" and 1 <= value <= 255:
                 bounds = f"between 0 and 1; did you mean {text}/255?"
             raise UserError(f"--eps {text}: the radius must be a number {bounds}")
-        return cls(norm, value, text)  # type: ignore[arg-type]  # one of the two names
+        return cls(norm, value, text if slash else readable(value, text))  # type: ignore[arg-type]  # one of the two names
 
     def __str__(self) -> str:
-        return f"{NORM_NAMES[self.norm]} eps {self.text or self.eps}"
+        return f"{NORM_NAMES[self.norm]} eps {self.text or readable(self.eps)}"
 
     def scaled(self, factor: float) -> Threat:
         """The ball with radius factor * eps; in L-inf below 1, which already reaches every image."""
@@ -82,6 +82,12 @@ class Threat:
     def fill(self, normal: Tensor, fraction: Tensor) -> Tensor:
         """A uniform point in the L2 ball around 0, from Gaussian noise and a number from U(0, 1) per image."""
         return per_image(self.eps * fraction ** (1 / normal[0].numel())) * unit(normal, "l2")
+
+
+def readable(eps: float, text: str = "") -> str:
+    """8/255 for the number 8/255, whose digits are 0.03137254901960784; short numbers as they are."""
+    text, fraction = text or repr(eps), f"{round(eps * 255)}/255"
+    return fraction if round(eps * 255) / 255 == eps and len(fraction) < len(text) else text
 
 
 def box(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

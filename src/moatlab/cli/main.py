@@ -16,7 +16,7 @@ from moatlab.cli.tools import completion_command, data_group, env_command
 from moatlab.cli.training import compare_command, demo_command, plan_command, train_command
 from moatlab.runtime import console, distributed
 from moatlab.runtime.environment import keep_freed_memory
-from moatlab.runtime.errors import Interrupted, RunFailed, UserError
+from moatlab.runtime.errors import Interrupted, RunFailed, UserError, naming_options
 
 
 class Commands(click.Group):
@@ -66,6 +66,11 @@ for commands in (
 
 def run() -> NoReturn:
     """Run the command; every error becomes an exit code and one sentence on stderr."""
+    with naming_options():
+        _run()
+
+
+def _run() -> NoReturn:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         with console.verbosity(True):

@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from moatlab.attacks.catalog import NAMES, PAPER, check_names, usual_attacks
+from moatlab.attacks.catalog import NAMES, PAPER, check_names
 from moatlab.cli import options as shared
 from moatlab.runtime import distributed
-from moatlab.runtime.console import counted, warn
+from moatlab.runtime.console import counted
 from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.runtime.files import RunFile
 
@@ -44,7 +44,7 @@ def eval_command(run: Path | None, attacks: str | None, as_json: bool, threads: 
     Writes a card: eval.json in the run, or FILE.eval.json beside a file. After an interruption, the same command
     resumes.
     """
-    names = [] if attacks is None else check_names(attacks)
+    names = check_names(PAPER if attacks is None else attacks)
     import torch
 
     from moatlab.evaluation.card import evaluate_target
@@ -56,10 +56,6 @@ def eval_command(run: Path | None, attacks: str | None, as_json: bool, threads: 
     loading = ("model", "which", "data", "data_dir", "device", "trust_model_code")
     device = options["device"]
     target = load_target(run, **{name: options.pop(name) for name in loading})
-    if attacks is None:
-        names = usual_attacks(len(target.images.classes))
-        if "aa" not in names:
-            warn(f"AutoAttack needs four classes; using its parts {', '.join(names[4:])} instead")
     distributed.connect()
     with Machine(device, threads).in_use() if threads else nullcontext():
         card = evaluate_target(target, attacks=["clean", *names], **options)

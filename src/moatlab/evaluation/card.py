@@ -11,7 +11,6 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 
 from moatlab.attacks.norms import Norm, Threat
 from moatlab.data.images import Images
-from moatlab.evaluation.checks import device_of
 from moatlab.evaluation.evaluator import evaluate
 from moatlab.evaluation.red_flags import Flag, Measured, Verdicts
 from moatlab.evaluation.result import Audit, Evaluation, Result, Settings, Share, first_broken_by, merged, summarise
@@ -19,6 +18,7 @@ from moatlab.evaluation.state import discard, for_one_process, pieces
 from moatlab.evaluation.target import Subject, Target
 from moatlab.runtime import distributed
 from moatlab.runtime.console import counted, note, warn
+from moatlab.runtime.device import device_of
 from moatlab.runtime.environment import describe_environment
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import atomic, read_json, remove_leftovers, with_checksum

@@ -1,38 +1,17 @@
 """Checks of a model and its images before an evaluation, and the faster copy of the model that is attacked."""
 
 import copy
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moatlab.attacks.catalog import check_classes
 from moatlab.attacks.probe import Probe
+from moatlab.models.outputs import check_logits
 from moatlab.runtime.console import note
 from moatlab.runtime.errors import UserError, users_code
 
 BATCH, BATCH_PIXELS = 256, 3 * 32 * 32  # images of this size; fewer of larger ones
-
-
-def check_input(x: Tensor, y: Tensor, examples: Tensor | None) -> None:
-    shape, floats = tuple(x.shape), x.is_floating_point()
-    if x.dim() != 4 or not (floats or x.dtype == torch.uint8):
-        raise UserError(f"x is {x.dtype} of shape {shape}; it must be (N, C, H, W) floats or (N, H, W, C) bytes")
-    if x.dtype in (torch.float16, torch.bfloat16):
-        raise UserError(f"x is {x.dtype}, where small steps vanish; use x.float() and, for bf16 or fp16, `precision`")
-    channels, others, order = (1, 3, "(0, 3, 1, 2)") if floats else (3, 1, "(0, 2, 3, 1)")
-    if shape[channels] > 4 >= shape[others]:
-        raise UserError(f"x has shape {shape}, with the channels in the wrong place; use x.permute{order}")
-    if len(x) != len(y) or not len(y):
-        raise UserError(f"there are {len(x)} images and {len(y)} labels; one label for each image is needed")
-    if y.dim() != 1 or y.is_floating_point():
-        raise UserError(f"y must be one whole number for each image, not {y.dtype} of shape {tuple(y.shape)}")
-    if floats and not (x.amin() >= 0 and x.amax() <= 1):
-        low, high = x.aminmax()
-        raise UserError(f"images reach from {low:.3g} to {high:.3g}, not in [0, 1]; normalise inside the model instead")
-    if examples is not None and examples.shape != y.shape:
-        raise UserError("examples must be one number for each image")
 
 
 class Outputs(NamedTuple):
@@ -44,7 +23,7 @@ class Outputs(NamedTuple):
     probabilities: bool
 
 
-def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) -> Outputs:
+def check_model(model: nn.Module, x: Tensor, y: Tensor) -> Outputs:
     """Properties of the outputs for a few images; an error for a model that can't be attacked."""
 
     def ask(images: Tensor) -> Tensor:
@@ -53,23 +32,14 @@ def check_model(model: nn.Module, x: Tensor, y: Tensor, names: Sequence[str]) ->
             logits: Tensor = model(shown)
         if not torch.equal(shown, images):
             raise UserError("the model changes its input in place; let it work on a copy")
-        if not isinstance(logits, Tensor):
-            raise UserError(f"the model returns a {type(logits).__name__}; it must return a tensor of logits")
+        check_logits(logits, len(images), int(y.min()), int(y.max()))
         return logits.clone()
 
     x = x if len(x) > 1 else x.repeat(2, 1, 1, 1)
     logits = ask(x)
-    if logits.dim() != 2 or len(logits) != len(x):
-        raise UserError(f"logits of {len(x)} images have shape {tuple(logits.shape)}; it must be (images, classes)")
     if logits.isnan().any():
         raise UserError("the model's output is NaN")
     classes = logits.shape[1]
-    if classes < 2:
-        raise UserError("the model has one output only; attacks need logits of at least 2 classes")
-    if int(y.min()) < 0 or int(y.max()) >= classes:
-        raise UserError(f"labels range from {int(y.min())} to {int(y.max())}, but the model has {classes} classes")
-    for name in names:
-        check_classes(name, classes)
     scale = float(logits.abs().max().clamp(min=1e-6))
     randomised = float((ask(x) - logits).abs().max()) > 1e-4 * scale
     if not randomised:
@@ -142,7 +112,3 @@ def replace_batchnorm(module: nn.Module) -> None:
             setattr(module, name, ScaleAndShift(child))
         else:
             replace_batchnorm(child)
-
-
-def device_of(model: nn.Module, otherwise: Tensor) -> torch.device:
-    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), otherwise.device)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,22 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moatlab.attacks.catalog import AUDIT, CATALOG, check_names
+from moatlab.attacks.catalog import AUDIT, CATALOG, check_names, working_attacks
 from moatlab.attacks.draws import Draws
 from moatlab.attacks.ensemble import Part, parts_of
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import Norm, Threat
 from moatlab.attacks.probe import Probe, evaluating
-from moatlab.data.arrays import as_tensor
+from moatlab.data.given import images_and_labels
 from moatlab.data.images import as_floats
 from moatlab.evaluation import checks, red_flags
 from moatlab.evaluation.checks import Outputs
 from moatlab.evaluation.progress import Progress, Step
 from moatlab.evaluation.result import Cost, Evaluation, Precision, Settings
 from moatlab.evaluation.state import Partial, State
+from moatlab.models.outputs import giving_logits
 from moatlab.models.weights import hash_of
 from moatlab.runtime.console import note, verbosity
-from moatlab.runtime.device import DTYPES, Autocast, full_precision, left_as_found
+from moatlab.runtime.device import DTYPES, Autocast, device_of, full_precision, left_as_found
 from moatlab.runtime.errors import Interrupted, RunFailed, UserError, users_code
 from moatlab.runtime.randomness import key
 from moatlab.runtime.signals import Caught, signals_caught
@@ -36,8 +37,8 @@ AUDIT_RESTARTS = 20
 
 def evaluate(
     model: nn.Module,
-    x: Tensor,
-    y: Tensor,
+    x: Any,
+    y: Any = None,
     *,
     attacks: Sequence[str] | str = ("aa",),
     eps: float | str | None = None,
@@ -55,10 +56,11 @@ def evaluate(
 ) -> Evaluation:
     """Accuracy of `model` on images `x` with labels `y`, clean and under the named attacks.
 
-    `x`: floats (N, C, H, W) in [0, 1], or bytes (N, H, W, C). `eps`: a number or text such as "8/255"; the default is
-    8/255 in L-inf and 128/255 in L2. The model runs in eval mode and float32, and is left unchanged; with `precision`
-    "bf16" or "fp16" the model under autocast is evaluated and attacked. An image counts as broken only if the model
-    itself misclassifies a point inside the ball.
+    `x`, `y`: images as floats (N, C, H, W) in [0, 1] or bytes (N, H, W, C), and labels; or a `Dataset` or `DataLoader`
+    of both in their place. `eps`: a number or text such as "8/255"; the default is 8/255 in L-inf and 128/255 in L2.
+    With two or three classes, the parts of AutoAttack that work replace "aa". The model runs in eval mode and float32,
+    and is left unchanged; with `precision` "bf16" or "fp16" the model under autocast is evaluated and attacked. An
+    image counts as broken only if the model itself misclassifies a point inside the ball.
 
     `examples` numbers the images within their data set (default 0, 1, ...). Random draws depend on the seed and this
     number only, not on batches, chunks, order or shards. `state`: a folder from which an interrupted evaluation
@@ -66,21 +68,26 @@ def evaluate(
     on stderr; by default only in a terminal or a notebook.
     """
     names, threat = check_names(attacks), Threat.of(eps, norm)
-    x, y = as_tensor(x, "images"), as_tensor(y, "labels")
-    checks.check_input(x, y, examples)
+    with verbosity(verbose):
+        x, y = images_and_labels(x, y)
+    if examples is not None and examples.shape != y.shape:
+        raise UserError("examples must be one number for each image")
     if precision not in DTYPES:
         raise UserError(f"the precision must be one of {', '.join(DTYPES)}, not '{precision}'")
     for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
         if size is not None and size < 1:
             raise UserError(f"{name} must be at least 1, not {size}")
-    device = checks.device_of(model, x)
+    device, returning = device_of(model, x), giving_logits(model, y)
     if precision != "fp32":
         model = Autocast(model, precision)
-    with verbosity(verbose), torch.inference_mode(False), evaluating(model), full_precision(), left_as_found(device):
+    undisturbed = torch.inference_mode(False), evaluating(model), full_precision(), left_as_found(device)
+    with ExitStack() as inside:
+        for one in (returning, verbosity(verbose), *undisturbed):
+            inside.enter_context(one)
         torch.manual_seed(key(seed, "inside the model"))  # a randomised model draws from the global generators
-        x, y = (tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in (x, y.long()))
         data = _Data(x, y.to(device), torch.arange(len(y)) if examples is None else examples.cpu())
-        outputs = checks.check_model(model, data.images(slice(8)), data.y, names)
+        outputs = checks.check_model(model, data.images(slice(8)), data.y)
+        names = working_attacks(names, outputs.classes)
         settings = Settings(
             attacks=["clean", *names],
             eps=threat.text,

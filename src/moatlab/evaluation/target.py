@@ -15,7 +15,7 @@ from moatlab.models.registry import BUILT_IN, build_model
 from moatlab.models.weights import hash_of, read_weights, set_weights
 from moatlab.runtime.console import warn
 from moatlab.runtime.device import choose_device
-from moatlab.runtime.errors import UserError, needs_trust
+from moatlab.runtime.errors import UserError, adding_to_errors, needs_trust
 from moatlab.runtime.files import RunFile
 from moatlab.runtime.trust import is_trusted
 from moatlab.training.recipe import load_recipe, slug
@@ -71,8 +71,9 @@ def load_target(
     model_name = model or description.get("model")
     if not isinstance(model_name, str):
         raise UserError(f"{path} does not name its model; name it with --model")
-    if model is None and model_name not in BUILT_IN and not (trust_model_code or is_trusted(model_name)):
-        raise needs_trust(model_name, path, ", or name it yourself with --model")
+    instead = "" if model or model_name in BUILT_IN else "; or name a function that builds the model with --model"
+    if instead and not (trust_model_code or is_trusted(model_name)):
+        raise needs_trust(model_name, path, instead)
     if path is None and model_name in BUILT_IN:
         raise UserError(f"--model {model_name} alone has no trained weights; name a run folder or a weights file too")
     own_data = description.get("data")
@@ -90,9 +91,10 @@ def load_target(
     arguments = description.get("arguments") if model_name == description.get("model") else None
     if not isinstance(arguments, dict):
         arguments = guess_arguments(model_name, tensors, images) if model_name in BUILT_IN else {}
-    network = build_model(model_name, classes=classes, arguments=arguments)
-    if path is not None:
-        set_weights(network, tensors, path)
+    with adding_to_errors(instead):
+        network = build_model(model_name, classes=classes, arguments=arguments)
+        if path is not None:
+            set_weights(network, tensors, path)
     network.to(choose_device(device)).eval()
     if path is None:
         card, name = Path(f"{slug(model_name)}.eval.json"), model_name

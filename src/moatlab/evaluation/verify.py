@@ -16,13 +16,12 @@ from moatlab.attacks.norms import distance
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.images import as_floats
 from moatlab.evaluation.card import Card
-from moatlab.evaluation.checks import device_of
 from moatlab.evaluation.red_flags import judge
 from moatlab.evaluation.result import NOT_FOUND, first_broken_by, shares
 from moatlab.evaluation.target import load_target
 from moatlab.models.registry import BUILT_IN
 from moatlab.runtime import console
-from moatlab.runtime.device import Autocast, full_precision
+from moatlab.runtime.device import Autocast, device_of, full_precision
 from moatlab.runtime.errors import RunFailed, UserError, needs_trust, users_code
 from moatlab.runtime.files import UNREADABLE_ARRAYS, read_json_and_check
 from moatlab.runtime.trust import is_trusted

@@ -12,7 +12,7 @@ from moatlab.models.preact_resnet import PreActResNet, PreActResNet18
 from moatlab.models.resnet import ResNet18
 from moatlab.models.weights import read_weights, set_weights
 from moatlab.models.yours import build_by_factory
-from moatlab.runtime.errors import UserError, first_line, needs_trust
+from moatlab.runtime.errors import UserError, adding_to_errors, first_line, needs_trust
 from moatlab.runtime.trust import is_trusted
 
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {
@@ -44,17 +44,23 @@ def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Mod
         raise UserError(f"{name} can't be built with {arguments} ({first_line(error)})") from None
 
 
-def load(run: str | Path, *, trust_model_code: bool = False) -> nn.Module:
-    """The trained model of a run folder or of a run's `.safetensors` file, on the CPU, in eval mode. A file that names
-    a factory (`package.module:factory`) needs `trust_model_code`, because loading it imports that module, unless you
-    named it on the command line before."""
+def load(run: str | Path, *, model: nn.Module | None = None, trust_model_code: bool = False) -> nn.Module:
+    """The trained model of a run folder or of a run's `.safetensors` file, in eval mode. With `model`, the weights are
+    put into this module: the way to load a run that was trained from a Python object. Otherwise the model is built on
+    the CPU; a file that names a factory (`package.module:factory`) needs `trust_model_code`, because its module is
+    imported, unless you named it on the command line before."""
     tensors, description = read_weights(run)
+    if model is not None:
+        set_weights(model, tensors, run)
+        return model.eval()
     name, classes, arguments = (description.get(key) for key in ("model", "classes", "arguments"))
     if not (isinstance(name, str) and isinstance(classes, int) and isinstance(arguments, dict)):
         raise UserError(f"{run} does not name its model; moatlab.load reads files that moatlab wrote")
+    instead = "; or pass a module for the weights: moatlab.load(run, model=my_module)"
     if name not in BUILT_IN and not (trust_model_code or is_trusted(name)):
-        raise needs_trust(name, run)
-    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, then replaced
-        model = build_model(name, classes=classes, arguments=arguments)
-    set_weights(model, tensors, run)
+        raise needs_trust(name, run, instead)
+    with adding_to_errors("" if name in BUILT_IN else instead):
+        with torch.random.fork_rng(devices=[]):  # initial weights are drawn, then replaced
+            model = build_model(name, classes=classes, arguments=arguments)
+        set_weights(model, tensors, run)
     return model.eval()

@@ -5,8 +5,10 @@ import inspect
 import sys
 from pathlib import Path
 
+import torch
 from torch import nn
 
+from moatlab.models.outputs import unwrapped
 from moatlab.runtime.errors import UserError, users_code
 
 
@@ -37,4 +39,6 @@ def build_by_factory(name: str, classes: int) -> nn.Module:
         model = factory(num_classes=classes) if by_name else factory(*[classes][: len(required)])
     if not isinstance(model, nn.Module):
         raise UserError(f"{where}: the factory returned a {type(model).__name__}, not a torch.nn.Module")
+    if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
+        model.register_forward_hook(unwrapped)
     return model

@@ -21,10 +21,10 @@ from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import Norm, Threat, per_image
 from moatlab.attacks.probe import Probe, evaluating
 from moatlab.data.images import as_floats
-from moatlab.evaluation.checks import device_of, images_at_once
+from moatlab.evaluation.checks import images_at_once
 from moatlab.evaluation.target import Target
 from moatlab.runtime.console import Bar
-from moatlab.runtime.device import full_precision
+from moatlab.runtime.device import device_of, full_precision
 from moatlab.runtime.randomness import generator
 
 IMAGES = 200  # for robustness by radius

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from moatlab.runtime import distributed
+from moatlab.runtime.errors import in_callers_words
 
 PLAIN_LINE_SECONDS, NOTEBOOK_SECONDS = 15.0, 0.25  # between two updates
 NOTEBOOK_COLUMNS = 90
@@ -44,7 +45,7 @@ def note(message: str, style: str | None = None) -> None:
     with suppress(OSError):  # a full disk or a closed terminal is no reason to stop
         if is_heard():  # lines are wrapped on a terminal and in a notebook only
             wrap, width = console.is_terminal or console.is_jupyter, NOTEBOOK_COLUMNS if console.is_jupyter else None
-            console.print(message, style=style, markup=False, soft_wrap=not wrap, width=width)
+            console.print(in_callers_words(message), style=style, markup=False, soft_wrap=not wrap, width=width)
 
 
 def warn(message: str) -> None:

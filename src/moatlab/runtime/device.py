@@ -45,15 +45,21 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and distributed.launched() > 1:
         if name != "cuda":
-            raise UserError(f"--device {name}: each process uses its own GPU; use --device cuda")
+            raise UserError(f"--device {name}: each process uses its own GPU; use --device=cuda")
         name = f"cuda:{distributed.number_on_this_machine()}"
     device = torch.device(name)
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= counts[device.type]:
-        raise UserError(f"--device {name}: this machine or build of PyTorch has no such device; use --device cpu")
+        raise UserError(f"--device {name}: this machine or build of PyTorch has no such device; use --device=cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def device_of(model: nn.Module, otherwise: Tensor) -> torch.device:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module")
+    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), otherwise.device)
 
 
 def choose_precision(name: str, device: torch.device) -> str:

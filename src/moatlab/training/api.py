@@ -1,16 +1,19 @@
 """Training from Python: `train`, and `train_recipe`, which the command line calls too."""
 
 import os
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from moatlab.data.arrays import as_images
 from moatlab.data.images import Images
 from moatlab.data.loading import load_images
+from moatlab.models.outputs import giving_logits
 from moatlab.models.registry import load
 from moatlab.models.weights import read_weights, set_weights
 from moatlab.runtime import console, distributed
@@ -64,8 +67,9 @@ def train(
         moatlab.evaluate(run.model, test_x, test_y, attacks=["aa"])
 
     `model` is a module (images in [0, 1] to logits; trained in place) or a name, as for --model. `data` is a name, a
-    folder or an .npz file, as for --data; or images and labels, `(x, y)` or `((x, y), (test_x, test_y))`, as bytes
-    (N, H, W, C) or floats (N, C, H, W) in [0, 1]. All other options of `moat train` are accepted. The run is written
+    folder or an .npz file, as for --data; or images and labels: `(x, y)`, a `Dataset` or a `DataLoader`, or two of
+    these, `(train, test)`. Images are bytes (N, H, W, C) or floats (N, C, H, W) in [0, 1], which are rounded to bytes.
+    All other options of `moat train` are accepted. The run is written
     to `out` (default: runs/NAME); `resume` continues the run there. `verbose`: print progress on stderr (default: if
     that is a terminal or a notebook). `train(recipe, folder)` trains a complete recipe.
     """
@@ -82,14 +86,15 @@ def train(
             raise UserError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module or a name")
         own = model if isinstance(model, nn.Module) else None
         data_given, data = data is not None, "mini" if data is None else data
-        images = _given_images(data)
+        with console.verbosity(verbose):
+            images = _given_images(data)
         name = f"{type(model).__module__}:{type(model).__qualname__}" if own is not None else model
         options |= {"model": name, "data": images.name if images else str(data)}
         recipe = make_recipe(method or "moat:2", **options)
         folder = Path(out) if out else _free_folder(recipe, options.get("preset"), resume)
         if resume and RunFolder(folder).is_begun:
             recipe = resumed_recipe(RunFolder(folder), method, **options | ({} if data_given else {"data": None}))
-    with console.verbosity(verbose):
+    with console.verbosity(verbose), giving_logits(own) if own is not None else nullcontext():
         console.note(f"the run is in {folder}")
         where: dict[str, Any] = {"data_dir": data_dir, "stream": stream, "images": images, "model": own}
         how: dict[str, Any] = {"resume": resume, "max_steps": max_steps, "checkpoint_every": checkpoint_every}
@@ -104,13 +109,25 @@ def train(
 
 def _given_images(data: Any) -> Images | None:
     """Images in memory; None for a name or a path."""
+    if isinstance(data, str | Path):
+        return None
+    if isinstance(data, Images):
+        return data
     if isinstance(data, tuple | list):
         if len(data) != 2:
-            raise UserError("data must be a pair: (x, y), or ((x, y), (test_x, test_y))")
-        return as_images(*(data if isinstance(data[0], tuple | list) else [data]))
-    if not isinstance(data, Images | str | Path):
-        raise UserError(f"data is a {type(data).__name__}; it must be a name, a folder, or tensors: (x, y)")
-    return data if isinstance(data, Images) else None
+            raise UserError("data must be a pair: (x, y), or (train, test)")
+        return as_images(*data) if all(map(_is_source, data)) else as_images(tuple(data))
+    if not isinstance(data, Dataset | DataLoader):
+        kinds = "a name, a folder, a Dataset, a DataLoader, or tensors: (x, y)"
+        raise UserError(f"data is a {type(data).__name__}; it must be {kinds}")
+    return as_images(data)
+
+
+def _is_source(given: Any) -> bool:
+    """Whether it has images and labels: a Dataset, a DataLoader, or a pair whose first entry has several dimensions."""
+    if isinstance(given, Dataset | DataLoader):
+        return True
+    return isinstance(given, tuple | list) and len(given) == 2 and np.ndim(given[0]) > 2
 
 
 def _free_folder(recipe: Recipe, preset: str | None, resume: bool) -> Path:

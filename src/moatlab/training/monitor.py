@@ -1,6 +1,7 @@
 """Accuracy on clean, FGSM and PGD-7 examples after each epoch, to detect catastrophic overfitting."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +10,12 @@ from moatlab.attacks import Probe, pgd
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import Norm, Threat
 from moatlab.attacks.probe import evaluating
+from moatlab.data.given import images_and_labels
 from moatlab.data.images import as_floats
 from moatlab.methods.stages.regularised import misalignment
+from moatlab.models.outputs import giving_logits
 from moatlab.runtime import distributed
-from moatlab.runtime.device import full_precision
+from moatlab.runtime.device import device_of, full_precision
 from moatlab.runtime.randomness import generator
 
 BATCH = 250  # images that share a generator, and a forward if they are small
@@ -25,19 +28,20 @@ MEASURED = ("clean", "fgsm", "pgd7", "alignment")
 
 def measure(
     model: nn.Module,
-    x: Tensor,
-    y: Tensor,
+    x: Any,
+    y: Any = None,
     *,
     eps: float | str,
     norm: Norm = "linf",
-    seed: int,
+    seed: int = 0,
     tick: Callable[[float], None] = lambda _: None,
     keep: list[Tensor] | None = None,
     shared: bool = False,
 ) -> dict[str, float]:
     """Accuracies as fractions, in eval mode: `clean`; `fgsm`, one step of eps from x; `pgd7`, the last iterate of seven
-    steps of eps/4 from a random start. x is bytes (N, H, W, C), or floats (N, C, H, W) in [0, 1]. The starts depend on
-    the seed and the image only, so that epochs and methods are compared on the same ones.
+    steps of eps/4 from a random start. `x`, `y`: images as bytes (N, H, W, C) or floats (N, C, H, W) in [0, 1], and
+    labels; or a `Dataset` or `DataLoader` of both in their place. The starts depend on the seed and the image only, so
+    that epochs and methods are compared on the same ones.
 
     `alignment` is the mean cosine of the loss's gradients at x and at that start (Andriushchenko and Flammarion, 2020).
     Near 0 the loss is nonlinear within the ball, and a single step along the gradient at x fails.
@@ -47,15 +51,18 @@ def measure(
     same result.
     """
     threat = Threat.of(eps, norm)
+    x, y = images_and_labels(x, y)
+    device = device_of(model, x)
+    y = y.to(device)
     eps = threat.eps
     probe = Probe(model, batch_size=max(min(BATCH, BATCH * SMALL_IMAGE // x[0].numel()), 2))
     probe.tick = lambda: tick(probe.forwards / CALLS)
     right = torch.zeros(3, dtype=torch.int64, device=y.device)
     misaligned = torch.zeros((), device=y.device)
-    with evaluating(model), full_precision():
+    with giving_logits(model, y), evaluating(model), full_precision():
         blocks = range(0, len(y), BATCH)
         for begin in blocks[distributed.share(len(blocks))] if shared else blocks:
-            images, labels = as_floats(x[begin : begin + BATCH]), y[begin : begin + BATCH]
+            images, labels = as_floats(x[begin : begin + BATCH].to(device)), y[begin : begin + BATCH]
             images = images.contiguous(memory_format=torch.channels_last)  # noise is drawn in memory order
             draws = generator(seed, "monitor", begin // BATCH, device=y.device)
             start = threat.project(images + threat.noise(images, draws), images)

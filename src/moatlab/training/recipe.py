@@ -176,7 +176,8 @@ def make_recipe(
         raise needs_trust(named, f"the recipe {file}")
     given = {name: value for name, value in options.items() if value is not None}
     if "eps" in given:
-        given["eps"] = str(given["eps"])  # a number, from Python
+        norm = given.get("norm") or layers.get("norm") or "linf"
+        given["eps"] = str(given["eps"]) if isinstance(given["eps"], str) else Threat.of(given["eps"], norm).text
     if given.get("norm", layers.get("norm", "linf")) != layers.get("norm", "linf"):
         layers.pop("eps", None)  # a radius has no meaning in another norm
     if given.get("optimizer", layers.get("optimizer", "sgd")) != layers.get("optimizer", "sgd"):
@@ -200,9 +201,9 @@ def make_recipe(
     fields.setdefault("epochs", _paper_epochs(fields))
     recipe = _validated(fields)
     if recipe.monitor == "holdout" and recipe.holdout == 0:
-        raise UserError("--monitor holdout needs held-out images; use --holdout 1000 or --monitor train")
+        raise UserError("--monitor holdout needs held-out images; use --holdout 1000 or --monitor=train")
     if recipe.monitor == "test" and recipe.on_collapse != "warn":
-        raise UserError(f"--on-collapse {recipe.on_collapse} must not use test images; add --monitor holdout or train")
+        raise UserError(f"--on-collapse {recipe.on_collapse} must not use test images; add --monitor=holdout or train")
     if recipe.on_collapse == "heal" and {stage.name for stage in parse_method(recipe.then).stages} != {"pgd"}:
         raise UserError(f"--then {recipe.then}: healing needs multi-step stages, such as pgd:2")
     return recipe

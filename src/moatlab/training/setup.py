@@ -13,12 +13,13 @@ from moatlab.data.batches import Batches
 from moatlab.data.images import Images, as_floats
 from moatlab.methods.context import Context
 from moatlab.methods.language import Stage, parse_method
+from moatlab.models.outputs import check_logits
 from moatlab.models.pretrained import load_pretrained
 from moatlab.models.registry import BUILT_IN, build_model
 from moatlab.runtime import distributed
 from moatlab.runtime.console import warn
 from moatlab.runtime.device import Autocast, choose_precision, full_precision, same_bits
-from moatlab.runtime.errors import UserError, users_code
+from moatlab.runtime.errors import UserError, adding_to_errors, users_code
 from moatlab.runtime.randomness import generator, key
 from moatlab.training.optimizer import OPTIMIZERS
 from moatlab.training.recipe import Recipe
@@ -56,7 +57,8 @@ class Session:
         self.precision = choose_precision(recipe.precision, device)
         # The model in the precision of training, and `forward`: the same with gradients averaged over all processes.
         self.trained_model = self.model if self.precision == "fp32" else Autocast(self.model, self.precision)
-        check_model(self.trained_model, recipe, as_floats(self.watched_x[:1]).expand(2, -1, -1, -1), classes)
+        two = as_floats(self.watched_x[:1]).expand(2, -1, -1, -1)
+        check_model(self.trained_model, recipe, two, classes, by_name=model is None)
         self.forward = distributed.sharing_gradients(self.trained_model, device)
         settings = {"lr": recipe.lr, "momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
         self.optimizer = OPTIMIZERS[recipe.optimizer](self.model.parameters(), **settings)
@@ -164,7 +166,7 @@ def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
     return {"width": recipe.width, **variant, "mean": list(images.mean), "std": list(std)}
 
 
-def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int) -> None:
+def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int, *, by_name: bool) -> None:
     """Refuse a model that does not fit its data: try two images in eval and in train mode."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"--model {recipe.model} has no parameters to train")
@@ -177,8 +179,9 @@ def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int) 
         output_in_training = twin(images[:size])
     if isinstance(output, Tensor) and (output >= 0).all() and ((output.sum(-1) - 1).abs() < 1e-3).all():
         warn(f"--model {recipe.model} seems to return probabilities; it should return logits, without a softmax")
-    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    if shape != (2, classes):
+    with adding_to_errors(f" (--model {recipe.model})" if by_name else ""):
+        check_logits(output, 2, 0, classes - 1)
+    if (shape := tuple(output.shape)) != (2, classes):
         raise UserError(f"--model {recipe.model} returns {shape} for two images; {classes} classes need {(2, classes)}")
     if distributed.count() > 1:  # they synchronise the gradients of all parameters
         trained = {name: parameter for name, parameter in twin.named_parameters() if parameter.requires_grad}
