@@ -378,6 +378,18 @@ def test_several_runs_get_a_page_of_their_own_beside_the_first(moat, runs):
     )
 
 
+def test_a_radius_is_shown_as_a_fraction_however_it_was_typed(moat, tiny_options):
+    typed = str(8 / 255)
+    trained = moat("train", "fgsm", *tiny_options, "--epochs", 1, "--eps", typed, "--out", "one")
+    evaluated = moat("eval", "one", "--attacks", "pgd7")
+    assert moat("export", "one", "--format", "safetensors").code == 0
+    page, _, _ = page_of(moat, "one")
+    card = Path("one/export-safetensors/README.md").read_text()
+    for shown in (trained.err, evaluated.out, page.text.partition("recipe.toml")[0], card):
+        assert "8/255" in shown
+        assert typed not in shown
+
+
 def test_passes_are_rounded_and_an_unfinished_status_has_a_column_of_its_own(moat, runs):
     record = read_json(runs / "fgsm" / "run.json")
     record["counted"]["passes"] = 1234.56789
