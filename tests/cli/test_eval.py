@@ -91,6 +91,13 @@ def test_a_run_is_evaluated_at_its_own_radius_and_its_card_says_all(moat, run_fo
     assert card["environment"]["torch"] == torch.__version__
 
 
+def test_threads_of_an_evaluation_are_on_its_card_and_are_set_back(moat, run_folder):
+    before = torch.get_num_threads()
+    assert moat("eval", run_folder.name, "--n", 4, "--attacks", "clean", "--threads", 2).code == 0
+    assert json.loads((run_folder / "eval.json").read_text())["environment"]["threads"] == 2
+    assert torch.get_num_threads() == before
+
+
 def test_the_python_function_gives_the_numbers_of_the_card(moat, run_folder):
     moat("eval", run_folder, "--which", "best", "--n", 40, "--attacks", "pgd50", "--seed", 3)
     card = json.loads((run_folder / "eval_best.json").read_text())
