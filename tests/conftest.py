@@ -121,4 +121,4 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_options(tiny):
     """Options of a run that trains 5 steps an epoch, each in milliseconds."""
-    return ("--data", tiny, "--width", 8, "--batch-size", 16, "--threads", 1)
+    return ("--data", tiny, "--width", 8, "--batch-size", 16, "--holdout", 0, "--threads", 1)

@@ -20,7 +20,7 @@ from moatlab.runtime.files import read_json
 def a_run(tmp_path_factory, tiny):
     """A run of fgsm that stopped after its first step."""
     folder = tmp_path_factory.mktemp("run") / "stopped"
-    recipe = make_recipe("fgsm", data=str(tiny), width=8, batch_size=16, epochs=2)
+    recipe = make_recipe("fgsm", data=str(tiny), width=8, batch_size=16, epochs=2, holdout=0)
     train(recipe, folder, max_steps=1)
     return folder
 

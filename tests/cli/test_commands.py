@@ -209,7 +209,6 @@ def test_plan_counts_what_sixty_epochs_cost(moat, method, passes, forwards, inpu
         (["--data", "cifar100"], 390),
         (["--batch-size", 5000], 1),
         (["--data", "cifar10", "--holdout", 1000], 382),
-        (["--data", "a/folder/nobody/looks/at"], None),
     ],
 )
 def test_plan_knows_the_steps_of_an_epoch_without_touching_data(moat, alone, options, steps):
@@ -217,6 +216,24 @@ def test_plan_knows_the_steps_of_an_epoch_without_touching_data(moat, alone, opt
     assert code == 0
     assert json.loads(out)["steps_per_epoch"] == steps
     assert list(alone.iterdir()) == []
+
+
+def test_plan_looks_at_a_folder_and_measures_a_few_steps(moat, alone, tiny):
+    options = ("--data", tiny, "--width", 8, "--threads", 1)
+    code, out, _ = moat("plan", "moat:2", *options, "--json")
+    assert code == 0
+    plan = json.loads(out)
+    assert (plan["steps_per_epoch"], plan["images"], plan["test_images"], plan["classes"]) == (9, 80, 20, 2)
+    assert plan["image_shape"] == [8, 8, 3]
+    assert 0 < plan["minutes"] < 5
+    assert 0 < plan["step_gigabytes"] < 0.1
+    assert list(alone.iterdir()) == []
+    code, out, _ = moat("plan", "moat:2", *options)
+    assert "80 training and 20 test images in 2 classes, 8x8" in out
+    assert "on this machine" in out
+    code, out, _ = moat("plan", "moat:2", *options, "--no-measure")
+    assert "on this machine" not in out
+    assert "no data set, folder or .npz file" in moat("plan", "moat:2", "--data", "nothing").err
 
 
 def test_plan_in_words_has_the_cycle_the_setting_and_the_stages(moat):

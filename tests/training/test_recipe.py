@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moatlab.attacks.norms import Threat
+from moatlab.data.sizes import Sizes
 from moatlab.runtime.errors import UserError
 from moatlab.training.presets import PRESETS
 from moatlab.training.recipe import ADAMW_LR, Recipe, load_recipe, make_recipe, read_recipe_file, slug
@@ -20,9 +21,11 @@ methods = st.sampled_from(
 positive = st.floats(0, exclude_min=True, allow_nan=False, allow_infinity=False)
 FIELDS = {
     "method": methods,
-    "data": st.sampled_from(["mini", "cifar10", "cifar100"]) | st.text(min_size=1),
+    "data": st.sampled_from(["mini", "cifar10", "cifar100"]) | st.text(min_size=1).map("no/such/{}".format),
+    "image_size": st.none() | st.integers(8, 4096),
     "model": st.sampled_from(["preact_resnet18", "my.models:small"]),
     "width": st.integers(8, 1024),
+    "stem": st.sampled_from(["auto", "3x3", "4x4s2", "7x7s4"]),
     "shortcut": st.sampled_from(["activated", "raw"]),
     "final_norm": st.booleans(),
     "std": st.none() | st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4).map(tuple),
@@ -52,7 +55,7 @@ FIELDS = {
     "deterministic": st.booleans(),
 }
 recipes = st.fixed_dictionaries(FIELDS).map(lambda fields: Recipe(**fields))
-layered = sorted(FIELDS.keys() - {"method", "monitor", "monitor_images", "std", "init"})
+layered = sorted(FIELDS.keys() - {"method", "monitor", "monitor_images", "std", "init", "image_size"})
 some_fields = st.fixed_dictionaries({}, optional={name: FIELDS[name] for name in layered})
 
 
@@ -74,6 +77,7 @@ def test_any_recipe_is_read_back_from_its_file(recipe):
 
 @given(st.sampled_from(sorted(PRESETS)), st.fixed_dictionaries(FIELDS))
 def test_the_recipe_file_of_a_run_makes_the_same_recipe_again(preset, fields):
+    fields["image_size"] = None  # for folders only
     fields["on_collapse"] = "warn" if fields["monitor"] == "test" else fields["on_collapse"]
     recipe = make_recipe(preset=preset, **fields)
     with TemporaryDirectory() as folder:
@@ -89,7 +93,7 @@ def test_the_file_of_a_gradalign_run_keeps_its_weight_whatever_preset_it_came_fr
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(sorted(PRESETS)), some_fields, some_fields)
+@given(st.sampled_from(sorted(PRESETS.keys() - {"own"})), some_fields, some_fields)
 def test_options_win_over_the_file_and_the_file_over_the_preset(preset, in_file, options):
     with TemporaryDirectory() as folder:
         file = written(folder, tomli_w.dumps(in_file))
@@ -163,8 +167,8 @@ def test_a_preset_trains_as_the_paper_or_the_measured_small_setting_does(preset,
     assert {name: fields[name] for name in expected} == expected
 
 
-def test_there_are_five_presets():
-    assert set(PRESETS) == {"mini", "mini-long", "small", "paper", "paper-kim"}
+def test_there_are_six_presets():
+    assert set(PRESETS) == {"mini", "mini-long", "small", "paper", "paper-kim", "own"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -173,13 +177,54 @@ def test_every_preset_makes_a_whole_recipe_whose_cycle_ends_at_its_last_stage(pr
     assert recipe.parsed_method.ends_cycle(recipe.epochs - 1)
 
 
-@pytest.mark.parametrize(
-    ("data", "epochs"), [(None, 21), ("mini", 21), ("cifar10", 60), ("cifar100", 60), ("some/folder", 60)]
-)
-def test_the_default_preset_is_mini_and_paper_for_other_data(data, epochs):
+@pytest.mark.parametrize(("data", "epochs"), [(None, 21), ("mini", 21), ("cifar10", 60), ("cifar100", 60)])
+def test_the_default_preset_is_mini_and_paper_for_cifar(data, epochs):
     recipe = make_recipe("moat:2", data=data)
     assert recipe.epochs == epochs
     assert recipe.data == (data or "mini")
+
+
+@pytest.mark.parametrize(
+    ("count", "side", "expected"),
+    [
+        (50_000, 32, (1000, 128)), (5_000, 64, (500, 128)), (5_000, 65, (500, 64)), (5_000, 224, (500, 32)),
+        (1_000, 32, (100, 32)), (539, 224, (53, 16)), (60, 32, (6, 8)), (9, 32, (0, 8)),
+    ],
+)  # fmt: skip
+def test_the_preset_for_own_images_goes_by_their_number_and_size(count, side, expected):
+    recipe = make_recipe("moat:2", data="mine", images=Sizes(count, 10, 2, side, side))
+    assert (recipe.holdout, recipe.batch_size) == expected
+    assert (recipe.epochs, recipe.eps, recipe.lr, recipe.width, recipe.augment) == (30, "8/255", 0.2, 64, True)
+    assert recipe.monitor == ("holdout" if expected[0] else "train")
+
+
+def test_options_win_over_what_the_images_suggest():
+    recipe = make_recipe("moat:2", data="mine", images=Sizes(500, 10, 2, 32, 32), holdout=100, epochs=3)
+    assert (recipe.holdout, recipe.batch_size, recipe.epochs) == (100, 16, 3)
+    assert make_recipe("moat:2", data="mine", images=Sizes(500, 10, 2, 32, 32), batch_size=50).batch_size == 50
+
+
+def test_the_size_of_a_folder_s_images_is_recorded_and_that_of_arrays_cannot_be_chosen(tiny):
+    assert make_recipe("moat:2", data=str(tiny)).image_size is None  # all are 8x8
+    recipe = make_recipe("moat:2", data=str(tiny), image_size=16)
+    assert recipe.image_size == 16
+    assert "tiny at 16x16," in recipe.setting
+    assert load_recipe(written(tiny.parent, recipe.to_toml())) == recipe
+    for data in ("mini", "cifar10"):
+        with pytest.raises(UserError, match="image_size=16 is for folders"):
+            make_recipe("moat:2", data=data, image_size=16)
+
+
+def test_a_stem_is_in_the_file_only_if_it_was_chosen():
+    assert "stem" not in make_recipe("moat:2").to_toml()
+    assert 'stem = "7x7s4"' in make_recipe("moat:2", stem="7x7s4").to_toml()
+
+
+def test_a_bad_option_is_refused_before_the_images_are_looked_at(tmp_path):
+    with pytest.raises(UserError, match="lr"):
+        make_recipe("moat:2", data=str(tmp_path / "nothing"), lr=-1)
+    with pytest.raises(UserError, match=r"no data set, folder or \.npz file"):
+        make_recipe("moat:2", data=str(tmp_path / "nothing"))
 
 
 def test_data_in_a_recipe_file_chooses_the_default_preset_too(tmp_path):
@@ -187,7 +232,7 @@ def test_data_in_a_recipe_file_chooses_the_default_preset_too(tmp_path):
 
 
 def test_an_unknown_preset_is_refused_and_the_known_ones_named():
-    with pytest.raises(UserError, match="mini-long, small, paper, paper-kim"):
+    with pytest.raises(UserError, match="mini-long, small, paper, paper-kim, own"):
         make_recipe("moat:2", preset="papr")
 
 
@@ -252,7 +297,7 @@ def test_a_field_out_of_its_range_is_refused_by_the_name_of_its_option(option, v
 
 
 def test_watching_held_out_images_needs_some():
-    with pytest.raises(UserError, match="holdout=1000 or monitor=\"train\""):
+    with pytest.raises(UserError, match='holdout=1000 or monitor="train"'):
         make_recipe("moat:2", monitor="holdout", holdout=0)
 
 

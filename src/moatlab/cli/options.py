@@ -60,7 +60,8 @@ threads_option = click.option("--threads", type=click.IntRange(1, 1024), help=th
 model_option = functools.partial(click.option, "--model", callback=_importable)
 
 GROUPS = {
-    "Data and model": "data data_dir stream augment holdout model width shortcut final_norm std init trust_model_code",
+    "Data and model": "data data_dir image_size stream augment holdout "
+    "model width stem shortcut final_norm std init trust_model_code",
     "Threat model": "eps eps_warmup norm bn_in_attack",
     "Optimisation": "epochs optimizer schedule warmup lr momentum weight_decay batch_size",
     "Monitoring": "monitor monitor_every monitor_images on_collapse then on_nan",
@@ -141,13 +142,15 @@ def recipe_options(*fixed: str, preset: str | None = None) -> Callable[[Command]
             kind: Any = field.annotation
             if typing.get_origin(kind) is typing.Literal:
                 kind = click.Choice(typing.get_args(kind))
+            elif kind == int | None:
+                kind = int
             elif kind not in (int, float, bool):
                 kind = str
             callback = _importable if name == "model" else None
             option = click.option(flags, name, type=kind, default=None, callback=callback, help=field.description)
             command = option(command)
         command = click.option("--recipe", "file", type=FILE, help="Recipe file, such as a run's recipe.toml.")(command)
-        usual = "Settings to start from" + ("" if preset else "  [default: mini, or paper for other data]")
+        usual = "Settings to start from" + ("" if preset else "  [default: mini; CIFAR: paper; others: own]")
         return click.option("--preset", type=click.Choice(list(PRESETS)), default=preset, help=usual)(command)
 
     return add

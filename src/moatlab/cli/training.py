@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from moatlab.cli import options as shared
+from moatlab.data.sizes import Sizes, find_sizes
 from moatlab.methods.cost import KINDS
 from moatlab.runtime import console, distributed
 from moatlab.runtime.errors import UserError
@@ -86,37 +87,70 @@ def train_command(
 @shared.method_argument
 @shared.recipe_options()
 @shared.json_option
-def plan_command(as_json: bool, **options: Any) -> None:
-    """Show the cost of a run before it starts. Reads no data.
+@click.option("--measure/--no-measure", default=True, help="Measure a few steps on a folder's or .npz file's sizes.")
+def plan_command(as_json: bool, measure: bool, threads: int | None, device: str, **options: Any) -> None:
+    """Show the cost of a run before it starts. Of a folder of images only file headers are read.
 
     \b
     moat plan imoat:2,5,8 --epochs 60
+    moat plan moat:2 --data photos                time and memory on this machine
     moat plan "cutmix | fast | pgd:2>5>8" --json
 
     One pass is a forward and a backward pass over the training set.
     """
     from moatlab.data.loading import KNOWN_SIZES
 
-    del options["threads"], options["device"]  # the cost does not depend on the machine
     recipe = make_recipe(**options, trust_model_code=True)  # imports nothing
     parsed, epochs = recipe.parsed_method, recipe.epochs
     cost = parsed.cost(epochs).as_dict()
-    steps = None  # unknown for a folder, which is not read
-    if recipe.data in KNOWN_SIZES:
-        count = KNOWN_SIZES[recipe.data][0] - recipe.holdout
-        steps = count // recipe.batch_size
-        if steps < 1:
-            raise UserError(f"--batch-size {recipe.batch_size} is larger than the {count} images to train on")
+    images = find_sizes(recipe.data, recipe.image_size)
+    count = images.train - recipe.holdout
+    steps = count // recipe.batch_size
+    if steps < 1:
+        raise UserError(f"--batch-size {recipe.batch_size} is larger than the {count} images to train on")
+    own: dict[str, Any] = {}
+    if recipe.data not in KNOWN_SIZES:
+        named = not recipe.names_code or options["model"] is not None  # a file's code is not imported
+        own = describe_own(recipe, images, (device, threads) if measure and named else None)
     if as_json:
-        shared.print_json({"method": recipe.method, "epochs": epochs, "steps_per_epoch": steps, **cost})
+        shared.print_json({"method": recipe.method, "epochs": epochs, "steps_per_epoch": steps, **cost, **own})
         return
     click.echo(recipe.method + (f" = {parsed}" if str(parsed) != recipe.method else ""))
-    each = console.counted(steps, "step") if steps else "unknown steps"
-    click.echo(f"{recipe.setting}\n{console.counted(epochs, 'epoch')} of {each}")
+    click.echo(f"{recipe.setting}\n{console.counted(epochs, 'epoch')} of {console.counted(steps, 'step')}")
+    if own:
+        print_own(images, own)
     for name in ("passes", *KINDS):
         click.echo(f"{name.replace('_', '-'):<18}{cost[name]:>8g}  x the training set")
     counts = Counter(str(parsed.stage_at(epoch, epochs)) for epoch in range(epochs))
     click.echo("stages: " + ", ".join(f"{count} x {stage}" for stage, count in counts.items()))
+
+
+def describe_own(recipe: Recipe, images: Sizes, machine: tuple[str, int | None] | None) -> dict[str, Any]:
+    """What `moat plan` adds for the user's own images; with a machine, the time and memory on it."""
+    shape = [images.height, images.width, images.channels]
+    own = {"images": images.train, "test_images": images.test, "classes": images.classes, "image_shape": shape}
+    if machine is None:
+        return own
+    from moatlab.reproduce.estimate import estimate_run
+    from moatlab.runtime.device import Machine
+
+    found = estimate_run(recipe, Machine(*machine), images)
+    minutes = None if found.seconds is None else found.seconds / 60
+    free = None if found.free is None else found.free / 1e9
+    return own | {"minutes": minutes, "step_gigabytes": found.needed / 1e9, "free_gigabytes": free}
+
+
+def print_own(images: Sizes, own: dict[str, Any]) -> None:
+    resized = "resized and cropped to " if images.image_size else ""
+    size = f"{resized}{images.width}x{images.height}"
+    click.echo(f"{images.train:,} training and {images.test:,} test images in {images.classes} classes, {size}")
+    if images.warning:
+        console.warn(images.warning)
+    if "minutes" in own:
+        minutes = own["minutes"]
+        time = f"about {console.duration(60 * minutes)} on this machine" if minutes else "unknown: too little memory"
+        free = "" if own["free_gigabytes"] is None else f"; {own['free_gigabytes']:.1f} GB are free"
+        click.echo(f"time: {time}\nmemory: about {own['step_gigabytes']:.1f} GB for a step{free}")
 
 
 @click.command("compare", cls=shared.WithRecipe, short_help="Train several methods with the same recipe.")

@@ -4,32 +4,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moatlab.data.folder import channel_statistics, histogram
 from moatlab.data.given import images_and_labels
 from moatlab.data.images import Images, checksum
+from moatlab.data.sizes import NAMES, opened_arrays
 from moatlab.runtime.errors import UserError
-from moatlab.runtime.files import UNREADABLE_ARRAYS
 from moatlab.runtime.randomness import generator
 
 Source: TypeAlias = Any  # (images, labels), a Dataset or a DataLoader
 
-NAMES = ("x_train", "y_train", "x_test", "y_test")
-
 
 def read_npz(path: Path) -> Images:
     """Reads `x_train`, `y_train`, `x_test`, `y_test` and, optionally, class names `classes`. Nothing is unpickled."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            if missing := [name for name in NAMES if name not in archive]:
-                raise UserError(f"{path} has no array '{missing[0]}'; it needs {', '.join(NAMES)}")
-            x_train, y_train, x_test, y_test = (archive[name] for name in NAMES)
-            classes = [str(name) for name in archive["classes"]] if "classes" in archive else None
-    except UNREADABLE_ARRAYS as error:
-        raise UserError(f"{path} cannot be read as arrays ({type(error).__name__}); save it with np.savez") from None
+    with opened_arrays(path) as archive:
+        x_train, y_train, x_test, y_test = (archive[name] for name in NAMES)
+        classes = [str(name) for name in archive["classes"]] if "classes" in archive else None
     return as_images((x_train, y_train), (x_test, y_test), classes=classes, name=path.stem)
 
 

@@ -1,20 +1,18 @@
 """Data sets: images as bytes in memory or on disk, and as floats for models."""
 
 import hashlib
-import struct
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from moatlab.data.cifar import Pixels
+from moatlab.data.decoding import decode
+from moatlab.data.listing import Shape
+from moatlab.data.sizes import Sizes
 from moatlab.runtime.console import Bar
 from moatlab.runtime.errors import UserError
 
@@ -22,25 +20,25 @@ AT_ONCE = 256  # images decoded in one piece
 
 
 class OnDisk:
-    """Images of one size, decoded when used, as bytes (height, width, channels)."""
+    """Images decoded when used, as bytes (height, width, channels)."""
 
-    def __init__(self, paths: list[Path], mode: str, first: Path) -> None:
-        self.paths, self.mode, self.first = paths, mode, first
-        self.shape: tuple[int, ...] = (len(paths), *decode(first, mode).shape)
+    def __init__(self, paths: list[Path], to: Shape) -> None:
+        self.paths, self.to = paths, to
+        self.shape = (len(paths), to.height, to.width, len(to.mode))
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, number: int) -> Tensor:
         path = self.paths[number]
-        image = decode(path, self.mode)
+        image = decode(path, self.to.mode, self.to.image_size)
         if image.shape != self.shape[1:]:
             size, wanted = (f"{width}x{height}" for height, width in (image.shape[:2], self.shape[1:3]))
-            raise UserError(f"{path} has {size} pixels, but {self.first} has {wanted}; resize all images to one size")
+            raise UserError(f"{path} has {size} pixels, the others {wanted}; use --image-size {min(self.shape[1:3])}")
         return torch.from_numpy(image)
 
     def part(self, numbers: Iterable[int]) -> Self:
-        return type(self)([self.paths[number] for number in numbers], self.mode, self.first)
+        return type(self)([self.paths[number] for number in numbers], self.to)
 
     def pieces(self, bar: Bar | None = None) -> Iterator[Tensor]:
         """All images in order, in pieces. Threads speed it up: Pillow releases the interpreter lock while decoding."""
@@ -70,6 +68,15 @@ class Images:
     source: str  # "embedded", "cache", "folder NAME" or "arrays NAME"
     note: str | None  # how it differs from the official set, or how many test images were set apart
     sha256: str  # of the images and labels, in order; a run records it
+    image_size: int | None = None  # the side that the images of a folder were resized to
+    transform: str | None = None  # how
+    warning: str | None = None  # classes with few images
+
+    @property
+    def sizes(self) -> Sizes:
+        height, width, channels = self.train_x.shape[1:]
+        counts = len(self.train_y), len(self.test_y), len(self.classes)
+        return Sizes(*counts, height, width, channels, self.image_size)
 
 
 def checksum(*tensors: Tensor, digest: "hashlib._Hash | None" = None) -> str:
@@ -85,20 +92,3 @@ def checksum(*tensors: Tensor, digest: "hashlib._Hash | None" = None) -> str:
 def as_floats(images: Tensor) -> Tensor:
     """(B, H, W, C) bytes as (B, C, H, W) floats in [0, 1], channels last in memory; floats are returned as they are."""
     return images if images.is_floating_point() else images.permute(0, 3, 1, 2).float().div_(255)
-
-
-def decode(path: Path, mode: str) -> Pixels:
-    with opened(path) as image:
-        if image.mode[0] in "IF":  # Pillow would clip these to 255 silently
-            raise UserError(f"{path} has more than 8 bits per channel; convert it to an 8-bit image")
-        pixels = np.array(image.convert(mode))
-    return pixels.reshape(*pixels.shape[:2], len(mode))
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[Image.Image]:
-    try:
-        with Image.open(path) as image:
-            yield image
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be read as an image; replace or remove it") from error

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from moatlab.data import cifar, download
 from moatlab.data.cifar import SPECS
+from moatlab.data.sizes import only_folders, unknown
 from moatlab.runtime.console import warn
 from moatlab.runtime.environment import cache_dir
-from moatlab.runtime.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from moatlab.data.images import Images
@@ -19,13 +19,17 @@ KNOWN_SIZES = {name: (spec.train_count, spec.test_count, len(spec.classes)) for 
 MINI_FOLDER = Path(__file__).parent / "mini"
 
 
-def load_images(name: str, data_dir: str | Path | None = None, *, stream: bool | None = None) -> Images:
-    """Load a known data set, or the folder of images or `.npz` file at path `name`. `stream`: see `read_folder`."""
+def load_images(
+    name: str, data_dir: str | Path | None = None, *, stream: bool | None = None, image_size: int | None = None
+) -> Images:
+    """Load a known data set, or the folder of images or `.npz` file at path `name`. `stream` and `image_size`, for
+    folders: see `read_folder`."""
     path = Path(name).expanduser()
     if name not in SPECS and path.is_dir():
         from moatlab.data.folder import read_folder
 
-        return read_folder(path, stream=stream)
+        return read_folder(path, stream=stream, image_size=image_size)
+    only_folders(name, image_size)
     if path.suffix == ".npz" and path.is_file():
         from moatlab.data.arrays import read_npz
 
@@ -48,8 +52,7 @@ def load_images(name: str, data_dir: str | Path | None = None, *, stream: bool |
 def get_images_folder(name: str, data_dir: str | Path | None = None) -> Path:
     """The folder of a known data set, downloaded if it is not on this machine."""
     if name not in SPECS:
-        hint = did_you_mean(name, SPECS)
-        raise UserError(f"no data set, folder or .npz file named {name!r}; known data sets: {', '.join(SPECS)}{hint}")
+        raise unknown(name)
     return MINI_FOLDER if name == "mini" else download.ensure(name, data_dir)
 
 

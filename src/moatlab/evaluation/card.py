@@ -31,6 +31,7 @@ class Data(BaseModel, extra="forbid", strict=True):
     images: PositiveInt
     sha256: str
     note: str | None
+    transform: str | None = None  # of the images of a folder; in the file only if they were resized
 
 
 class Card(BaseModel, extra="forbid", strict=True):
@@ -188,7 +189,14 @@ def make_card(result: Evaluation, target: Target, environment: dict[str, str | i
     images = target.images
     return Card(
         subject=target.subject,
-        data=Data(name=images.name, part="test", images=result.settings.images, sha256=images.sha256, note=images.note),
+        data=Data(
+            name=images.name,
+            part="test",
+            images=result.settings.images,
+            sha256=images.sha256,
+            note=images.note,
+            transform=images.transform,
+        ),
         settings=result.settings,
         results=result.results,
         all_attacks=result.all_attacks,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moatlab.attacks.norms import Threat
 from moatlab.data.images import Images
 from moatlab.data.loading import KNOWN_SIZES, load_images
+from moatlab.models.preact_resnet import STEMS
 from moatlab.models.registry import BUILT_IN, build_model
 from moatlab.models.weights import hash_of, read_weights, set_weights
 from moatlab.runtime.console import warn
@@ -61,7 +62,7 @@ def load_target(
     data_dir: Path | None = None,
     device: str = "auto",
     trust_model_code: bool = False,
-    read_images: Callable[[str, Path | None], Images] = load_images,
+    read_images: Callable[..., Images] = load_images,
 ) -> Target:
     """Load a run folder, a `.safetensors` or `.pt` file (with `model` if it names none), or a factory alone."""
     if path is None and model is None:
@@ -84,7 +85,7 @@ def load_target(
         raise UserError(f"{path or model_name} does not name its images; name them with --data")
     if data is None and wanted not in KNOWN_SIZES and not Path(wanted).expanduser().exists():
         raise UserError(f"{path} was trained on {own_data}, which is not in {Path.cwd()}; give its path with --data")
-    images = read_images(wanted, data_dir)
+    images = read_images(wanted, data_dir, image_size=image_size_for(wanted, own_data, description))
     if wanted == own_data and description.get("data_sha256") not in (None, images.sha256):
         warn(f"the images of {images.name} differ from those that this model was trained on")
     classes = description.get("classes") or len(images.classes)
@@ -124,6 +125,16 @@ def progress_of(run: Path) -> str | None:
     return None if record.status == "finished" else record.progress
 
 
+def image_size_for(data: str, own_data: Any, description: dict[str, Any]) -> int | None:
+    """The side that a folder's images are resized to: that of the training images, also for another folder."""
+    if data in KNOWN_SIZES or not Path(data).expanduser().is_dir():
+        return None
+    image_size, shape = description.get("image_size"), description.get("image_shape")
+    if image_size is None and data != own_data and isinstance(shape, list) and shape[0] == shape[1]:
+        image_size = shape[0]
+    return image_size if isinstance(image_size, int) and image_size > 0 else None
+
+
 def card_path(run: Path, which: str) -> Path:
     return run / (RunFile.CARD if which == "last" else RunFile.BEST_CARD)
 
@@ -148,5 +159,8 @@ def guess_arguments(name: str, tensors: dict[str, Tensor], images: Images) -> di
     tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     first = tensors.get("blocks.0.conv1.weight" if name.startswith("wide") else "conv1.weight")
     width = {} if first is None else {"width": len(first)}
-    variant = {} if name == "resnet18" else {"final_norm": "bn.weight" in tensors}
+    variant: dict[str, Any] = {} if name == "resnet18" else {"final_norm": "bn.weight" in tensors}
+    kernels = {kernel: stem for stem, (kernel, _, _) in STEMS.items() if stem != "3x3"}
+    if (first_kernel := tensors.get("conv1.weight")) is not None and first_kernel.shape[-1] in kernels:
+        variant["stem"] = kernels[first_kernel.shape[-1]]
     return {**width, **variant, "mean": list(images.mean), "std": list(images.std)}

@@ -16,6 +16,20 @@ from moatlab.models.convolution import Conv2d
 
 Channels: TypeAlias = Sequence[float]  # one number per channel
 
+# The first convolution: kernel, stride, padding. The larger two suit larger images.
+STEMS = {"3x3": (3, 1, 1), "4x4s2": (4, 2, 1), "7x7s4": (7, 4, 2)}
+
+
+def stem_for(side: int) -> str:
+    """The stem that gives the blocks of a ResNet 24 to 56 positions per side."""
+    return "3x3" if side <= 48 else "4x4s2" if side <= 96 else "7x7s4"
+
+
+def first_convolution(inputs: int, outputs: int, stem: str) -> Conv2d:
+    if stem not in STEMS:
+        raise ValueError(f"stem must be one of {', '.join(STEMS)}")
+    return Conv2d(inputs, outputs, *STEMS[stem])
+
 
 class Normalize(nn.Module):
     """(x - mean) / std as the first layer, so that a model takes images in [0, 1] and eps is in pixels."""
@@ -66,8 +80,8 @@ class PreActBlock(nn.Module):
 
 class PreActResNet(nn.Module):
     """Stages of blocks; each stage but the first halves the image and doubles the channels. `layers` are the blocks per
-    stage, `stem` the channels before the first (`width` by default). Three stages and a narrow stem make a WideResNet
-    (Zagoruyko and Komodakis, 2016)."""
+    stage, `first` the channels before the first (`width` by default), `stem` the first convolution. Three stages and
+    few first channels make a WideResNet (Zagoruyko and Komodakis, 2016)."""
 
     def __init__(
         self,
@@ -75,8 +89,9 @@ class PreActResNet(nn.Module):
         *,
         classes: int,
         bottleneck: bool = False,
-        stem: int | None = None,
+        first: int | None = None,
         width: int = 64,
+        stem: str = "3x3",
         shortcut: str = "activated",
         final_norm: bool = True,
         mean: Channels = (0.0, 0.0, 0.0),
@@ -84,8 +99,8 @@ class PreActResNet(nn.Module):
     ) -> None:
         super().__init__()
         self.normalize = Normalize(mean, std)
-        channels = stem or width
-        self.conv1 = Conv2d(len(mean), channels, 3, padding=1)
+        channels = first or width
+        self.conv1 = first_convolution(len(mean), channels, stem)
         blocks = []
         for stage, count in enumerate(layers):
             outputs = width * 2**stage * (4 if bottleneck else 1)

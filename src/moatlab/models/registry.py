@@ -20,10 +20,10 @@ BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     "preact_resnet34": partial(PreActResNet, (3, 4, 6, 3)),
     "preact_resnet50": partial(PreActResNet, (3, 4, 6, 3), bottleneck=True),
     "resnet18": ResNet18,
-    "wide_resnet28_10": partial(PreActResNet, (4, 4, 4), stem=16, width=160),
-    "wide_resnet34_10": partial(PreActResNet, (5, 5, 5), stem=16, width=160),
+    "wide_resnet28_10": partial(PreActResNet, (4, 4, 4), first=16, width=160),
+    "wide_resnet34_10": partial(PreActResNet, (5, 5, 5), first=16, width=160),
 }
-ARGUMENTS = ("width", "shortcut", "final_norm", "mean", "std")  # of a built-in model; a ResNet has no variants
+ARGUMENTS = ("width", "stem", "shortcut", "final_norm", "mean", "std")  # of a built-in model; a ResNet has no variants
 LARGEST = 2000  # width and classes: a file may name any number, and more would not fit into memory
 
 

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moatlab.models.convolution import Conv2d
-from moatlab.models.preact_resnet import Channels, Normalize
+from moatlab.models.preact_resnet import Channels, Normalize, first_convolution
 
 
 class Block(nn.Module):
@@ -25,11 +25,17 @@ class Block(nn.Module):
 
 class ResNet18(nn.Module):
     def __init__(
-        self, *, classes: int, width: int = 64, mean: Channels = (0.0, 0.0, 0.0), std: Channels = (1.0, 1.0, 1.0)
+        self,
+        *,
+        classes: int,
+        width: int = 64,
+        stem: str = "3x3",
+        mean: Channels = (0.0, 0.0, 0.0),
+        std: Channels = (1.0, 1.0, 1.0),
     ) -> None:
         super().__init__()
         self.normalize = Normalize(mean, std)
-        self.conv1 = Conv2d(len(mean), width, 3, padding=1)
+        self.conv1 = first_convolution(len(mean), width, stem)
         self.bn1 = nn.BatchNorm2d(width)
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         blocks = []

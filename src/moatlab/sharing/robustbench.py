@@ -52,6 +52,8 @@ def to_robustbench(model: nn.Module, description: dict[str, Any]) -> tuple[dict[
     if arguments["width"] != 64 or (height, width, channels) != (32, 32, 3):
         own = f"width {arguments['width']} and takes {width}x{height}"
         raise UserError(f"RobustBench's PreAct ResNet has width 64 and takes 32x32 images; this one has {own}")
+    if (stem := arguments.get("stem", "3x3")) != "3x3":
+        raise UserError(f"RobustBench's PreAct ResNet begins with a 3x3 convolution; this one has the stem {stem}")
     activated = arguments["shortcut"] == "activated"
     if name == "preact_resnet50" and not activated:
         raise UserError("RobustBench's PreAct ResNet-50 has activated shortcuts; this model was trained with raw ones")

@@ -19,6 +19,7 @@ from moatlab.models.weights import read_weights, set_weights
 from moatlab.runtime import console, distributed
 from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import Interrupted, UserError
+from moatlab.training.memory import check_memory
 from moatlab.training.recipe import Recipe, default_name, make_recipe, option_name
 from moatlab.training.resuming import resumed_recipe
 from moatlab.training.run_folder import RunFolder, RunRecord
@@ -90,7 +91,7 @@ def train(
             images = _given_images(data)
         name = f"{type(model).__module__}:{type(model).__qualname__}" if own is not None else model
         options |= {"model": name, "data": images.name if images else str(data)}
-        recipe = make_recipe(method or "moat:2", **options)
+        recipe = make_recipe(method or "moat:2", images=images.sizes if images else None, **options)
         folder = Path(out) if out else _free_folder(recipe, options.get("preset"), resume)
         if resume and RunFolder(folder).is_begun:
             recipe = resumed_recipe(RunFolder(folder), method, **options | ({} if data_given else {"data": None}))
@@ -178,11 +179,12 @@ def train_recipe(
         device = inside.enter_context(_with_same_threads(machine or Machine(), folder).in_use())
         if recipe.deterministic and device.type == "cuda" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
             raise UserError("deterministic training on a GPU needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment")
-        images = images or load_images(recipe.data, data_dir, stream=stream)
+        images = images or load_images(recipe.data, data_dir, stream=stream, image_size=recipe.image_size)
         session = Session(recipe, device, images, model, resuming=bool(folder.checkpoints))
         inside.callback(session.batches.close)
         distributed.agree("data", session.identity)
         inside.enter_context(session.arithmetic())
+        check_memory(session)
         distributed.from_first(lambda: inside.enter_context(folder.for_one_process()))
         # Again: until the lock was taken, another process may have trained here.
         distributed.from_first(lambda: folder.check(recipe, resume=resume))

@@ -118,6 +118,8 @@ def announce(session: Session) -> None:
     console.note(recipe.setting)
     if session.images.note:
         console.note(f"{session.images.name}: {session.images.note}")
+    if session.images.warning:
+        console.warn(f"{session.images.name}: {session.images.warning}")
     if steps * epochs < FEW_STEPS:
         smaller = f"a --batch-size below {size} or " if steps < 10 and size > 8 else ""
         few = f"only {console.counted(steps * epochs, 'step')} in all, {steps} per epoch"

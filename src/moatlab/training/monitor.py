@@ -18,7 +18,7 @@ from moatlab.runtime import distributed
 from moatlab.runtime.device import device_of, full_precision
 from moatlab.runtime.randomness import generator
 
-BATCH = 250  # images that share a generator, and a forward if they are small
+BATCH = 250  # images that share a generator and a forward; fewer if they are larger than SMALL_IMAGE
 SMALL_IMAGE = 3 * 32 * 32
 SHOWN = 8  # images kept for display
 PASSES = 9.5  # per image: 11 forwards and 8 input backwards
@@ -55,16 +55,17 @@ def measure(
     device = device_of(model, x)
     y = y.to(device)
     eps = threat.eps
-    probe = Probe(model, batch_size=max(min(BATCH, BATCH * SMALL_IMAGE // x[0].numel()), 2))
+    batch = max(min(BATCH, BATCH * SMALL_IMAGE // x[0].numel()), 2)
+    probe = Probe(model, batch_size=batch)
     probe.tick = lambda: tick(probe.forwards / CALLS)
     right = torch.zeros(3, dtype=torch.int64, device=y.device)
     misaligned = torch.zeros((), device=y.device)
     with giving_logits(model, y), evaluating(model), full_precision():
-        blocks = range(0, len(y), BATCH)
+        blocks = range(0, len(y), batch)
         for begin in blocks[distributed.share(len(blocks))] if shared else blocks:
-            images, labels = as_floats(x[begin : begin + BATCH].to(device)), y[begin : begin + BATCH]
+            images, labels = as_floats(x[begin : begin + batch].to(device)), y[begin : begin + batch]
             images = images.contiguous(memory_format=torch.channels_last)  # noise is drawn in memory order
-            draws = generator(seed, "monitor", begin // BATCH, device=y.device)
+            draws = generator(seed, "monitor", begin // batch, device=y.device)
             start = threat.project(images + threat.noise(images, draws), images)
             gradient, _logits = probe.gradient(images, labels)
             gradient_at_start, _logits = probe.gradient(start, labels)

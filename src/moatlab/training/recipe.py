@@ -25,19 +25,21 @@ from pydantic import (
 )
 
 from moatlab.attacks.norms import NORM_NAMES, Threat
+from moatlab.data.cifar import SPECS
+from moatlab.data.sizes import Sizes, find_sizes
 from moatlab.methods.language import Method, parse_method
 from moatlab.methods.stages import STAGES
 from moatlab.runtime.console import counted
 from moatlab.runtime.errors import UserError, did_you_mean, needs_trust
 from moatlab.runtime.files import SCHEMA, read_whole
 from moatlab.runtime.trust import is_trusted
-from moatlab.training.presets import PRESETS, default_preset
+from moatlab.training.presets import PRESETS, default_preset, for_images
 
 Deviation = Annotated[float, Field(gt=1e-6, allow_inf_nan=False)]
 Epochs = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ADAMW_LR = 1e-3
 # Left out of files at their defaults, so that recipes without them keep their checksums.
-LEFT_OUT = ("optimizer", "warmup", "eps_warmup", "monitor_every", "monitor_images")
+LEFT_OUT = ("image_size", "stem", "optimizer", "warmup", "eps_warmup", "monitor_every", "monitor_images")
 
 
 class Recipe(BaseModel):
@@ -45,9 +47,15 @@ class Recipe(BaseModel):
 
     method: str = Field(description="training method, for example moat:2")
     data: str = Field(description="mini, cifar10, cifar100, a folder of CLASS/IMAGE, or an .npz file")
+    image_size: int | None = Field(
+        None, description="side of a folder's images, resized and cropped  [default: from their sizes]", ge=8, le=4096
+    )
     model: str = Field(description="preact_resnet18, another built-in network, or package.module:factory")
     # Below one vector of channels, oneDNN's kernels are slow and unsafe (see PreActBlock).
     width: int = Field(description="channels of the first block (64 in the paper)", ge=8, le=1024)
+    stem: Literal["auto", "3x3", "4x4s2", "7x7s4"] = Field(
+        "auto", description="first convolution of a built-in model; auto: by image size"
+    )
     shortcut: Literal["activated", "raw"] = Field(description="a block's shortcut convolution sees relu(bn1(x)), or x")
     final_norm: bool = Field(description="a last BatchNorm and ReLU before the classifier")
     std: tuple[Deviation, ...] | None = Field(
@@ -122,9 +130,11 @@ class Recipe(BaseModel):
     @property
     def setting(self) -> str:
         """The conditions of a result in one line, BatchNorm's mode included, because results can depend on it."""
+        data = self.data + (f" at {self.image_size}x{self.image_size}" if self.image_size else "")
         width, epochs = "" if self.names_code else f" width {self.width}", counted(self.epochs, "epoch")
         return (
             f"{self.data}, {self.model}{width}, eps {self.threat.text} ({NORM_NAMES[self.norm]}), {epochs}, "
+            f"{data}, {self.model}{width}, eps {self.eps} ({NORM_NAMES[self.norm]}), {epochs}, "
             f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
             f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
             + (f", {self.optimizer}" if self.optimizer != "sgd" else "")
@@ -160,9 +170,11 @@ def make_recipe(
     preset: str | None = None,
     file: str | Path | None = None,
     trust_model_code: bool = False,
+    images: Sizes | None = None,
     **options: Any,
 ) -> Recipe:
-    """A recipe from a preset, a recipe file and explicit options; later ones win.
+    """A recipe from a preset, a recipe file and explicit options; later ones win. The preset `own`, for folders and
+    arrays, depends on the sizes of the images, which are read from file headers, or given as `images`.
 
     A file that names a user's own model (`package.module:factory`) makes training import that code. It is refused
     unless the model is also given as an option, `trust_model_code` is true, or it was named on the command line before.
@@ -197,8 +209,8 @@ def make_recipe(
             fields[name] = _with_defaults_at(fields[name], fields)
     if str(fields["model"]).startswith("wide_resnet") and "width" not in layers:
         fields["width"] = int(fields["width"]) * 5 // 2  # 160 = 10 * 16 channels, against 64 of the others
-    fields.setdefault("monitor", "holdout" if str(fields["holdout"]) != "0" else "train")
     fields.setdefault("epochs", _paper_epochs(fields))
+    _fill_in(fields, images)
     recipe = _validated(fields)
     if recipe.monitor == "holdout" and recipe.holdout == 0:
         raise UserError("--monitor holdout needs held-out images; use --holdout 1000 or --monitor=train")
@@ -207,6 +219,21 @@ def make_recipe(
     if recipe.on_collapse == "heal" and {stage.name for stage in parse_method(recipe.then).stages} != {"pgd"}:
         raise UserError(f"--then {recipe.then}: healing needs multi-step stages, such as pgd:2")
     return recipe
+
+
+def _fill_in(fields: dict[str, Any], images: Sizes | None) -> None:
+    """Add what depends on the images, after all other fields were checked."""
+    draft = _validated({"batch_size": 1, "holdout": 0, "monitor": "train"} | fields)
+    is_folder = draft.data not in SPECS and Path(draft.data).expanduser().is_dir()
+    if images is None and (is_folder or draft.image_size or not {"batch_size", "holdout"} <= fields.keys()):
+        images = find_sizes(draft.data, draft.image_size)
+    if images:
+        if images.image_size != draft.image_size is not None:
+            raise UserError(f"--image-size {draft.image_size} is for folders of images; these are in memory already")
+        fields["image_size"] = images.image_size
+        for name, value in for_images(images, draft.holdout if "holdout" in fields else None).items():
+            fields.setdefault(name, value)
+    fields.setdefault("monitor", "holdout" if str(fields["holdout"]) != "0" else "train")
 
 
 def _with_defaults_at(spec: str, fields: dict[str, Any]) -> str:

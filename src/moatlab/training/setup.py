@@ -14,6 +14,7 @@ from moatlab.data.images import Images, as_floats
 from moatlab.methods.context import Context
 from moatlab.methods.language import Stage, parse_method
 from moatlab.models.outputs import check_logits
+from moatlab.models.preact_resnet import stem_for
 from moatlab.models.pretrained import load_pretrained
 from moatlab.models.registry import BUILT_IN, build_model
 from moatlab.runtime import distributed
@@ -74,6 +75,7 @@ class Session:
             "method": str(self.method),
             "data": images.name,
             "data_sha256": images.sha256,
+            **({"image_size": images.image_size} if images.image_size else {}),
         }
 
     @contextmanager
@@ -162,7 +164,12 @@ def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
     std = recipe.std or images.std
     if len(std) != len(images.std):
         raise UserError(f"--std has {len(std)} numbers; the images of {recipe.data} have {len(images.std)} channels")
-    variant = {} if recipe.model == "resnet18" else {"shortcut": recipe.shortcut, "final_norm": recipe.final_norm}
+    variant: dict[str, Any] = {}
+    if recipe.model != "resnet18":
+        variant = {"shortcut": recipe.shortcut, "final_norm": recipe.final_norm}
+    stem = stem_for(min(images.train_x.shape[1:3])) if recipe.stem == "auto" else recipe.stem
+    if stem != "3x3":  # the default of a model, also in files without it
+        variant["stem"] = stem
     return {"width": recipe.width, **variant, "mean": list(images.mean), "std": list(std)}
 
 

@@ -21,6 +21,7 @@ from moatlab.runtime.signals import Caught, signals_caught
 from moatlab.training.checkpoint import start_or_resume
 from moatlab.training.collapse import CollapsePolicy, collapsed_at
 from moatlab.training.logbook import Logbook, RunBar, announce
+from moatlab.training.memory import running_out
 from moatlab.training.monitor import MEASURED, measure
 from moatlab.training.nan_guard import NanGuard
 from moatlab.training.recipe import Recipe
@@ -105,7 +106,8 @@ class Trainer:
         torch.manual_seed(key(recipe.seed, "inside the model", step, *rank))  # dropout
         self.guard.begin_step()
         # The user's model or stage may fail, memory may run out, or another process may have ended.
-        with users_code(f"{session.where(step, progress.replaced)} failed", RunFailed), distributed.together():
+        where = session.where(step, progress.replaced)
+        with users_code(f"{where} failed", RunFailed), distributed.together(), running_out(session, where):
             loss = stage_loss(stage, session.context(step), x, y)
             session.optimizer.zero_grad()
             # Gradients of the parameters only: a stage may leave inputs in the graph.
@@ -199,7 +201,8 @@ class Trainer:
 
     def measure(self, x: Tensor, y: Tensor, keep: list[Tensor] | None = None) -> dict[str, float]:
         recipe, model = self.session.recipe, self.session.model
-        with users_code(f"measuring accuracy after step {self.progress.step} failed", RunFailed):
+        where = f"measuring accuracy after step {self.progress.step}"
+        with users_code(f"{where} failed", RunFailed), running_out(self.session, where):
             return measure(
                 model, x, y, eps=recipe.eps, norm=recipe.norm, seed=recipe.seed, tick=self.tick, keep=keep, shared=True
             )
