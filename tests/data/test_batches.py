@@ -87,13 +87,15 @@ def test_the_numbers_of_a_batch_are_not_fetched_from_the_device_that_trains():
 
 
 LEFT_OPEN = """
-import sys, torch
+import multiprocessing, sys, torch
 from pathlib import Path
 from moatlab.data.batches import Batches
 from moatlab.data.loading import load_images
 images = load_images(sys.argv[1], stream=True)
 batches = Batches(images.train_x, images.train_y, 8, True, 0)
 batches.at(0)
+Batches(images.train_x, images.train_y, 8, True, 0).at(0)
+assert len(multiprocessing.active_children()) == len(batches.ahead[0].batches._workers)  # the others have ended
 print("done")
 """
 
@@ -102,4 +104,4 @@ def test_a_process_ends_although_it_did_not_close_its_decoding_workers(tiny):
     ended = subprocess.run(
         [sys.executable, "-c", LEFT_OPEN, str(tiny)], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (ended.returncode, ended.stdout) == (0, "done\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

@@ -5,7 +5,7 @@ import itertools
 import signal
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -51,8 +51,8 @@ class Ahead:
 
 def _end_workers(batches: "weakref.ref[Any]") -> None:
     """At exit Python would send SIGTERM to the workers, which ignore it, and wait for them forever."""
-    for worker in getattr(batches(), "_workers", ()):
-        worker.kill()
+    if (iterator := batches()) is not None:
+        iterator._shutdown_workers()
 
 
 def _leave_signals_to_the_run(_worker: int) -> None:
@@ -99,7 +99,9 @@ class Batches:
         if not self.ahead or self.ahead[0].next_step != step:
             assert isinstance(self.x, OnDisk)
             part = distributed.share(self.batch_size)
-            numbers = (self.numbers(at)[part].tolist() for at in itertools.count(step))
+            # Of a copy: in a cycle of references, workers would not end with the last use of these batches.
+            order = replace(self, ahead=[])
+            numbers = (order.numbers(at)[part].tolist() for at in itertools.count(step))
             self.ahead[:] = [Ahead(self.x, numbers, step, pin=self.y.device.type == "cuda")]
         return self.ahead[0].take()
 
