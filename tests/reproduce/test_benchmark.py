@@ -97,7 +97,9 @@ def test_a_loss_that_is_not_a_number_ends_a_benchmark_with_a_sentence(monkeypatc
 
 def test_a_pass_is_timed_with_real_steps_of_training(monkeypatch):
     taken = []
-    monkeypatch.setattr(benchmark, "real_step", lambda trainer, step: taken.append((trainer.method.spec, step)) or 0.5)
+    monkeypatch.setattr(
+        benchmark, "real_step", lambda trainer, step: taken.append((trainer.session.method.spec, step)) or 0.5
+    )
     recipe = make_recipe("imoat:2,5,8", width=8)
     seconds, has_gpu = benchmark.seconds_per_pass(recipe, Machine("cpu", 1), load_images("mini"))
     assert taken == [("fgsm", step) for step in range(benchmark.FEW_STEPS + 1)]
