@@ -271,7 +271,9 @@ def test_without_held_out_images_training_images_are_watched():
 
 
 def test_the_setting_names_the_radius_and_the_mode_of_batchnorm():
-    assert "eps 16/255 (L-inf)" in make_recipe("moat:2").setting
+    expected = "mini, preact_resnet18 width 16, eps 16/255 (L-inf), 21 epochs, cyclic lr 0.2, batch 128, "
+    expected += "BatchNorm in attacks: train mode, no augmentation, seed 0"
+    assert make_recipe("moat:2").setting == expected
     assert "BatchNorm in attacks: eval mode" in make_recipe("moat:2", bn_in_attack="eval").setting
 
 

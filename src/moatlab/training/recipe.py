@@ -133,8 +133,7 @@ class Recipe(BaseModel):
         data = self.data + (f" at {self.image_size}x{self.image_size}" if self.image_size else "")
         width, epochs = "" if self.names_code else f" width {self.width}", counted(self.epochs, "epoch")
         return (
-            f"{self.data}, {self.model}{width}, eps {self.threat.text} ({NORM_NAMES[self.norm]}), {epochs}, "
-            f"{data}, {self.model}{width}, eps {self.eps} ({NORM_NAMES[self.norm]}), {epochs}, "
+            f"{data}, {self.model}{width}, eps {self.threat.text} ({NORM_NAMES[self.norm]}), {epochs}, "
             f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
             f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
             + (f", {self.optimizer}" if self.optimizer != "sgd" else "")
