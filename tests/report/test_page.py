@@ -240,7 +240,7 @@ def test_a_portrait_of_the_users_own_model_is_shown_again_without_running_its_co
     (alone / "mine.py").write_text(
         "from torch import nn\ndef build(n): return nn.Sequential(nn.Flatten(), nn.Softmax(1), nn.Linear(192, n))"
     )
-    options = ("--data", tiny, "--batch-size", 16, "--epochs", 1, "--out", "run")
+    options = ("--data", tiny, "--batch-size", 16, "--holdout", 0, "--epochs", 1, "--out", "run")
     ended = moat("train", "fgsm", *options, "--model", "mine:build")
     assert "5 steps in all" in ended.err
     assert "on 80 training images" in ended.err

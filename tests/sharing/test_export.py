@@ -120,7 +120,7 @@ def test_a_model_that_can_not_be_exported_to_onnx_is_refused_in_one_line():
 
 def test_an_unfinished_run_says_so_on_its_model_card(moat, alone):
     data = tiny_images(alone / "data")
-    options = ("--data", data, "--width", 8, "--batch-size", 16, "--epochs", 1)
+    options = ("--data", data, "--width", 8, "--batch-size", 16, "--holdout", 0, "--epochs", 1)
     assert moat("train", "fast", *options, "--out", "run", "--max-steps", 2).code == 0
     assert moat("eval", "run", "--attacks", "fgsm", "--n", 16).code == 0
     assert moat("export", "run", "--format", "safetensors").code == 0
