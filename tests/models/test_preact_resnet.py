@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import moatlab
-from moatlab.models.preact_resnet import PreActResNet18
+from moatlab.models.preact_resnet import STEMS, PreActResNet18, stem_for
 from moatlab.models.registry import build_model
 from moatlab.models.weights import write_weights
 from moatlab.runtime.errors import UserError
@@ -87,3 +87,24 @@ def test_a_model_file_holds_one_metadata_key_and_is_the_same_each_time(tmp_path)
     loaded = moatlab.load(tmp_path / "a.safetensors")
     x = torch.rand(2, 3, 16, 16)
     torch.testing.assert_close(loaded(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("side", "stem", "positions"),
+    [(32, "3x3", 32), (48, "3x3", 48), (64, "4x4s2", 32), (96, "4x4s2", 48), (128, "7x7s4", 32), (224, "7x7s4", 56)],
+)
+@pytest.mark.parametrize("name", ["preact_resnet18", "resnet18", "wide_resnet28_10"])
+def test_the_stem_goes_by_the_size_of_the_images(name, side, stem, positions):
+    assert stem_for(side) == stem
+    model = build_model(name, classes=2, arguments={"width": 8, "stem": stem})
+    assert model.conv1(torch.zeros(1, 3, side, side)).shape[2:] == (positions, positions)
+
+
+def test_a_model_with_another_stem_is_loaded_again_and_an_unknown_stem_is_refused(tmp_path):
+    model = build_model("preact_resnet18", classes=2, arguments={"width": 8, "stem": "7x7s4"}).eval()
+    described = {"model": "preact_resnet18", "classes": 2, "arguments": {"width": 8, "stem": "7x7s4"}}
+    write_weights(tmp_path / "model.safetensors", model, described)
+    x = torch.rand(2, 3, 96, 96)
+    assert torch.equal(moatlab.load(tmp_path / "model.safetensors")(x), model(x))
+    with pytest.raises(UserError, match=f"one of {', '.join(STEMS)}"):
+        build_model("preact_resnet18", classes=2, arguments={"stem": "9x9"})

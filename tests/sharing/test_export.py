@@ -211,6 +211,7 @@ def test_robustbenchs_module_takes_the_exported_weights_and_answers_alike(shortc
         ({"model": "resnet18"}, "this model is resnet18"),
         ({"image_shape": [16, 16, 3]}, "takes 16x16"),
         ({"arguments": {"width": 16, "shortcut": "raw", "final_norm": True}}, "this one has width 16"),
+        ({"arguments": {"width": 64, "shortcut": "raw", "final_norm": True, "stem": "4x4s2"}}, "the stem 4x4s2"),
     ],
 )
 def test_robustbench_has_one_preact_resnet_and_others_are_refused_in_a_sentence(changed, says):

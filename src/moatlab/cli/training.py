@@ -44,7 +44,7 @@ def train_command(
     moat train --resume --out runs/short          resume that run
 
     Presets: mini (embedded images, in minutes), mini-long (longer, attacks in eval mode), small (CIFAR, a narrow
-    model), paper, paper-kim (model and attacks of Kim et al.). moat plan shows their settings.
+    model), paper, paper-kim (model and attacks of Kim et al.), own (folders, .npz). moat plan shows their settings.
     """
     running = {name: options.pop(name) for name in ("data_dir", "max_steps", "checkpoint_every", "stream")}
     if resume and not (options["method"] or options["file"]):
