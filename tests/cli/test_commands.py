@@ -253,11 +253,12 @@ def test_a_command_that_trains_nothing_answers_without_importing_torch(alone, ar
         "import sys; from moatlab.cli.main import run\n"
         "try: run()\n"
         "except SystemExit as ending: assert ending.code == 0\n"
-        "print('torch' in sys.modules, file=sys.stderr)"
+        "print(*sys.modules, file=sys.stderr)"
     )
     command = [sys.executable, "-c", script, *arguments]
     ended = subprocess.run(command, cwd=alone, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.stderr == "False\n"
+    slow = {"torch", "numpy"} if arguments[-1] == "--help" else {"torch"}
+    assert not slow & {*ended.stderr.split()}
     assert ended.stdout
 
 

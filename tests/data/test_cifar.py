@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moatlab.data.cifar import SPECS, read_pickle, read_records, to_records
+from moatlab.data.cifar import read_pickle, read_records, to_records
+from moatlab.data.known import SPECS
 from moatlab.data.loading import load_images
 from moatlab.runtime.console import verbosity
 from moatlab.runtime.errors import UserError

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from moatlab.data.cifar import SPECS, read_arrays, to_records
+from moatlab.data.cifar import read_arrays, to_records
 from moatlab.data.download import SourceError, convert_npm, download_file
+from moatlab.data.known import SPECS
 from moatlab.data.loading import available, get_images_folder, load_images
 from moatlab.runtime.errors import UserError
 

@@ -15,7 +15,7 @@ import torch
 
 import moatlab
 from faults.commands import moat
-from moatlab.data.cifar import SPECS
+from moatlab.data.known import SPECS
 from moatlab.models.weights import read_weights, write_weights
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import read_json_and_check, write_json

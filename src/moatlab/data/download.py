@@ -22,7 +22,8 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from moatlab.data.cifar import SPECS, SUMS_FILE, Spec, suffix_in, to_records
+from moatlab.data.cifar import SUMS_FILE, suffix_in, to_records
+from moatlab.data.known import SPECS, Spec
 from moatlab.runtime.console import Bar, note
 from moatlab.runtime.environment import cache_dir
 from moatlab.runtime.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moatlab.data import cifar, download
-from moatlab.data.cifar import SPECS
+from moatlab.data.known import SPECS
 from moatlab.data.sizes import only_folders, unknown
 from moatlab.runtime.console import warn
 from moatlab.runtime.environment import cache_dir

@@ -1,4 +1,4 @@
-"""How many images a data set has, and of which size, without reading them. Needs no torch."""
+"""How many images a data set has, and of which size, without reading them. Needs no torch; NumPy only for arrays."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from moatlab.data.cifar import SPECS
+from moatlab.data.known import SPECS
 from moatlab.runtime.errors import UserError, did_you_mean
 from moatlab.runtime.files import UNREADABLE_ARRAYS
 
@@ -65,6 +63,8 @@ def only_folders(name: str, image_size: int | None) -> None:
 @contextmanager
 def opened_arrays(path: Path) -> Iterator[Any]:
     """The arrays of an `.npz` file, read when used. Nothing is unpickled."""
+    import numpy as np
+
     try:
         with np.load(path, allow_pickle=False) as archive:
             if missing := [name for name in NAMES if name not in archive]:
@@ -76,6 +76,8 @@ def opened_arrays(path: Path) -> Iterator[Any]:
 
 def _shape_in(archive: Any, name: str) -> tuple[int, int, int, int]:
     """The shape of an array of images, from its header."""
+    import numpy as np
+
     with archive.zip.open(f"{name}.npy") as file:
         first = np.lib.format.read_magic(file) == (1, 0)
         read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from moatlab.data.cifar import SPECS
+from moatlab.data.known import SPECS
 from moatlab.data.sizes import Sizes
 
 PAPER: dict[str, Any] = {

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from moatlab.attacks.norms import NORM_NAMES, Threat
-from moatlab.data.cifar import SPECS
+from moatlab.data.known import SPECS
 from moatlab.data.sizes import Sizes, find_sizes
 from moatlab.methods.language import Method, parse_method
 from moatlab.methods.stages import STAGES
