@@ -12,6 +12,7 @@ from moatlab.runtime.console import note
 from moatlab.runtime.errors import UserError, users_code
 
 BATCH, BATCH_PIXELS = 256, 3 * 32 * 32  # images of this size; fewer of larger ones
+FEWEST = 16  # which, at 224x224, take about the memory of a training step
 
 
 class Outputs(NamedTuple):
@@ -54,7 +55,7 @@ def check_model(model: nn.Module, x: Tensor, y: Tensor) -> Outputs:
 
 def images_at_once(pixels: int) -> int:
     """Default batch size. Measured: gradients of CIFAR-sized images get little faster beyond 256."""
-    return max(min(BATCH, BATCH * BATCH_PIXELS // pixels), 32)
+    return max(min(BATCH, BATCH * BATCH_PIXELS // pixels), FEWEST)
 
 
 def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:
