@@ -6,6 +6,7 @@ functions behind them do not.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,8 @@ class Optimizer(ABC):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if not fused and found_inf is not None and bool(found_inf):
             return
-        self.update(given, gradients, scale if fused else None, found_inf if fused else None, fused=fused)
+        how = {"grad_scale": scale, "found_inf": found_inf} if fused else {}
+        self.update(given, gradients, fused=fused, **how)
         torch.clear_autocast_cache()  # a model with its own autocast might use the old weights
 
     @abstractmethod
@@ -57,16 +59,8 @@ class Optimizer(ABC):
         """The state of a parameter before the first step."""
 
     @abstractmethod
-    def update(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        *,
-        fused: bool,
-    ) -> None:
-        """Change the parameters and their state in place."""
+    def update(self, parameters: list[Tensor], gradients: list[Tensor], **how: Any) -> None:
+        """Change the parameters and their state in place; `how` goes to PyTorch's function."""
 
 
 class Sgd(Optimizer):
@@ -75,15 +69,7 @@ class Sgd(Optimizer):
     def zeros(self, parameter: Tensor) -> list[Tensor]:
         return [torch.zeros_like(parameter, requires_grad=False)] if self.momentum else []
 
-    def update(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        *,
-        fused: bool,
-    ) -> None:
+    def update(self, parameters: list[Tensor], gradients: list[Tensor], **how: Any) -> None:
         sgd(
             parameters,
             gradients,
@@ -94,9 +80,7 @@ class Sgd(Optimizer):
             dampening=0,
             nesterov=False,
             maximize=False,
-            fused=fused,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
+            **how,
         )
 
 
@@ -109,15 +93,7 @@ class AdamW(Optimizer):
         steps = torch.zeros((), device=parameter.device if fused else "cpu")
         return [*(torch.zeros_like(parameter, requires_grad=False) for _ in range(2)), steps]
 
-    def update(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        *,
-        fused: bool,
-    ) -> None:
+    def update(self, parameters: list[Tensor], gradients: list[Tensor], **how: Any) -> None:
         means, squares, steps = ([self.state[p][i] for p in parameters] for i in range(3))
         adamw(
             parameters,
@@ -133,9 +109,7 @@ class AdamW(Optimizer):
             weight_decay=self.weight_decay,
             amsgrad=False,
             maximize=False,
-            fused=fused,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
+            **how,
         )
 
 
