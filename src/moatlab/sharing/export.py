@@ -78,20 +78,21 @@ def onnx_files(model: nn.Module, image_shape: Sequence[int]) -> dict[str, bytes]
     height, width, channels = image_shape
     images = torch.rand(4, channels, height, width, generator=generator(0, "images to compare"))
     model = model.eval().requires_grad_(False)
-    with users_code("the model can't be exported to ONNX", RunFailed), torch.no_grad(), _quiet():
+    with torch.no_grad(), _quiet():
         try:
             graph = _onnx_graph(model, images, strict=False)
-        except Exception as error:
+        except RunFailed as error:
             try:
                 graph = _onnx_graph(model, images, strict=True)  # allows len(x), which tracing replaces by a number
-            except Exception:
-                raise error.__cause__ or error from None
+            except RunFailed:
+                raise error from None
         distance = _distance(graph, model, images)
     if not distance <= 1e-4:
         raise RunFailed(f"the ONNX graph's logits differ from the model's by {distance:.2g}; nothing is written")
     return {"model.onnx": graph}
 
 
+@users_code("the model can't be exported to ONNX", RunFailed)
 def _onnx_graph(model: nn.Module, images: Tensor, *, strict: bool) -> bytes:
     """Export by tracing, or (`strict`) by analysing the bytecode of the model."""
     shapes = ({0: torch.export.Dim("batch", min=1)},)
