@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import moatlab
 from moatlab.runtime.environment import describe_environment
-from moatlab.training.collapse import collapsed_at
+from moatlab.training.outcome import outcome_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "collapse.json"
 EPS, EPOCHS, BATCH, PEAK, TRAINED, WATCHED = 16 / 255, 21, 128, 0.2, 5000, 500
@@ -113,12 +113,12 @@ def one(job: tuple[str, int]) -> dict[str, Any]:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        watched.append((epoch + 1, accuracies(net, held_x, held_y)["pgd7"]))
+        watched.append({"epoch": epoch + 1, "comparable": True, **accuracies(net, held_x, held_y)})
     row = {
         "method": method,
         "seed": seed,
-        "collapsed_at": collapsed_at(watched),
-        "watched_pgd7": [p for _, p in watched],
+        "collapsed_at": outcome_of(watched, 10).collapsed_at,
+        "watched_pgd7": [check["pgd7"] for check in watched],
     }
     print(method, seed, row["collapsed_at"], flush=True)
     return row | {"final": accuracies(net, test_x, images.test_y)}

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.methods.language import parse_method
-from moatlab.training.collapse import collapsed_at, judge
+from moatlab.training.outcome import judge, outcome_of
 from moatlab.training.recipe import make_recipe, slug
 from moatlab.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
+CLASSES = 10
 SEEDS = {"fgsm": 5, "fast": 5, "moat:2": 5, "imoat:2,5,8": 2, "pgd:2": 2, "pgd:7": 2}
 ANSWERS = [("fast", 0, "heal"), ("fast", 3, "heal"), ("fast", 0, "rollback"), ("fgsm", 0, "stop")]
 
@@ -63,10 +64,10 @@ def one(job: tuple[Path, str, int, str]) -> dict[str, Any]:
 def replay(lines: list[dict[str, Any]], method: str) -> dict[str, Any]:
     """The monitor's verdict at each comparable check, given only the checks up to it."""
     checks = [line for line in lines if parse_method(method).ends_cycle(line["epoch"] - 1)]
-    verdicts = [judge(checks[: number + 1]) for number in range(len(checks))]
-    collapse = collapsed_at([(check["epoch"], check["pgd7"]) for check in checks])
+    collapse = outcome_of(checks, CLASSES).collapsed_at
     alarmed, alarms, alarmed_at = False, [], []
-    for check, verdict in zip(checks, verdicts, strict=True):
+    for number, check in enumerate(checks):
+        verdict = judge(checks[: number + 1], CLASSES, alarmed=alarmed)
         if verdict == "collapsed" and not alarmed:
             alarms.append(check["epoch"])
         alarmed = verdict == "collapsed" or (alarmed and verdict == "low")

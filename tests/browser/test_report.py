@@ -57,8 +57,9 @@ def a_run(number, method, epochs=EPOCHS):
     )
     passes = parsed.cost(epochs).as_dict()
     final = {"clean": 0.45, "fgsm": 0.2, "pgd7": 0.01 * number, "images": 1000}
-    known = ("finished", "0", method, str(parsed), epochs, 39, recipe.setting, passes, passes, {}, {})
-    record = RunRecord(*known, train_seconds=120.0, collapsed_at=collapsed_at, final=final)
+    known = ("finished", "0", method, str(parsed), epochs, 39, recipe.setting, passes, passes, 1e12, {}, {})
+    outcome = "collapsed" if collapsed_at else "robust"
+    record = RunRecord(*known, train_seconds=120.0, outcome=outcome, collapsed_at=collapsed_at, final=final)
     return RunView(Path(f"run{number}"), recipe, record, metrics, portrait=portrait, label=method)
 
 

@@ -42,8 +42,8 @@ def test_every_typed_option_that_differs_is_named_and_no_other(refuses, started)
 
 
 def test_a_preset_beside_resume_means_its_settings(moat, refuses, started):
-    started("fgsm", "--preset", "small", "--epochs", 3, "--holdout", 0)
-    arguments = ("train", "--resume", "--out", "run", "--max-steps", 4, "--preset", "small")
+    started("fgsm", "--preset", "laptop", "--epochs", 3, "--holdout", 0)
+    arguments = ("train", "--resume", "--out", "run", "--max-steps", 4, "--preset", "laptop")
     refuses(*arguments, "--epochs", 3, says="holdout = 0, not 1000")
     same = ("--epochs", 3, "--holdout", 0, "--width", 8, "--batch-size", 16)
     refuses(*arguments, *same, says="data = ")

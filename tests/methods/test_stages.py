@@ -216,19 +216,21 @@ def test_gradalign_equals_a_naive_double_backward_in_value_and_in_gradient(bn):
     loss = gradalign(context(model, bn=bn), x, y, weight)
     loss.backward()
 
-    reference.train(bn == "train")
     clean = x.clone().requires_grad_()
     (g1,) = torch.autograd.grad(F.cross_entropy(reference(clean), y), clean)
+    adversarial = (x + EPS * g1.sign()).clamp(0, 1)
+    adversarial_loss = F.cross_entropy(reference(adversarial), y)
     noisy = (x + Threat("linf", EPS).noise(x, draws())).requires_grad_()
     (g2,) = torch.autograd.grad(F.cross_entropy(reference(noisy), y), noisy, create_graph=True)
     cosines = [(a.flatten() @ b.flatten()) / (a.norm() * b.norm()) for a, b in zip(g1, g2, strict=True)]
-    reference.train()
-    adversarial = (x + EPS * g1.sign()).clamp(0, 1)
-    expected = F.cross_entropy(reference(adversarial), y) + weight * (1 - sum(cosines) / len(cosines))
+    expected = adversarial_loss + weight * (1 - sum(cosines) / len(cosines))
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+    # As in the authors' code, whatever the mode of attacks: train mode, and the noisy images last.
+    torch.testing.assert_close(model[1].running_mean, reference[1].running_mean)
+    torch.testing.assert_close(model[1].running_var, reference[1].running_var)
 
 
 def test_misalignment_leaves_out_examples_whose_gradient_vanishes():
@@ -282,7 +284,8 @@ MOVES_IN_TRAIN_MODE = {"standard": 1, "mixup": 1, "fgsm": 2, "fast": 2, "nfgsm":
 
 @pytest.mark.parametrize("spec", MOVES_IN_TRAIN_MODE)
 def test_batchnorm_statistics_move_with_attack_passes_only_in_train_mode(spec):
-    for bn, moves in (("train", MOVES_IN_TRAIN_MODE[spec]), ("eval", 1)):
+    in_eval_mode = 3 if spec.startswith("gradalign") else 1  # its regulariser is always in train mode
+    for bn, moves in (("train", MOVES_IN_TRAIN_MODE[spec]), ("eval", in_eval_mode)):
         model = small_network()
         stage_loss(parse_method(spec).stages[0], context(model, bn=bn), images(), labels())
         assert model[1].num_batches_tracked == moves

@@ -6,14 +6,19 @@ import torch
 import torch.nn.functional as F
 
 import moatlab
-from moatlab.models.preact_resnet import STEMS, PreActResNet18, stem_for
+from moatlab.data.images import Images
+from moatlab.data.known import SPECS
+from moatlab.models.flops import STEMS, stem_for
+from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.models.registry import build_model
 from moatlab.models.weights import write_weights
 from moatlab.runtime.errors import UserError
+from moatlab.training.recipe import make_recipe
+from moatlab.training.setup import model_arguments
 from models_for_tests import Linear
 
 
-def plain_preact(model, x, *, shortcut, final_norm):
+def plain_preact(model, x, *, shortcut, final_norm, keep=None):
     """He et al.'s network written out with functions, on the weights of `model`; for eval mode."""
 
     def norm(bn, x):
@@ -28,6 +33,8 @@ def plain_preact(model, x, *, shortcut, final_norm):
         if stride == 2:
             x = F.conv2d(activated if shortcut == "activated" else x, block.shortcut.weight, stride=2)
         x = x + branch
+        if keep is not None:
+            keep.append(x)
     x = F.relu(norm(model.bn, x)) if final_norm else x
     return F.linear(F.adaptive_avg_pool2d(x, 1).flatten(1), model.linear.weight, model.linear.bias)
 
@@ -46,6 +53,48 @@ def test_each_variant_of_preact_resnet_18_equals_it_written_out(shortcut, final_
     normalised = (x - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
     expected = plain_preact(model, normalised, shortcut=shortcut, final_norm=final_norm)
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+
+
+# Shortcut convolution sees relu(bn1(x)), last BatchNorm, divisors of CIFAR-10's channels, mode of attacks.
+CITED = {
+    "paper": ("activated", False, (0.2023, 0.1994, 0.2010), "eval"),  # Kim et al.
+    "paper-fast": ("raw", True, (0.2470, 0.2435, 0.2616), "train"),  # fast_adversarial
+}
+
+
+@pytest.mark.parametrize("preset", CITED)
+def test_the_network_of_a_preset_is_that_of_the_cited_code_layer_by_layer(preset):
+    shortcut, final_norm, std, mode = CITED[preset]
+    recipe = make_recipe("moat:2", preset=preset)
+    assert recipe.bn_in_attack == mode
+    x = torch.zeros(2, 32, 32, 3, dtype=torch.uint8)
+    spec = SPECS["cifar10"]
+    data = Images("cifar10", x, torch.arange(2), x, torch.arange(2), spec.classes, spec.mean, spec.std, "", None, "")
+    torch.manual_seed(0)
+    model = build_model(recipe.model, classes=10, arguments=model_arguments(recipe, data))
+    layers = [(name, tuple(layer.weight.shape)) for name, layer in model.named_modules() if hasattr(layer, "weight")]
+    expected, width = [("conv1", (64, 3, 3, 3))], 64
+    for number in range(8):
+        out = 64 * 2 ** (number // 2)
+        block = f"blocks.{number}"
+        expected += [(f"{block}.bn1", (width,)), (f"{block}.conv1", (out, width, 3, 3))]
+        expected += [(f"{block}.bn2", (out,)), (f"{block}.conv2", (out, out, 3, 3))]
+        expected += [(f"{block}.shortcut", (out, width, 1, 1))] if out != width else []
+        width = out
+    expected += [("bn", (512,))] if final_norm else []
+    assert layers == [*expected, ("linear", (10, 512))]
+    seen, theirs = [], []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _block, _x, output: seen.append(output))
+    model.eval()
+    images = torch.rand(2, 3, 32, 32)
+    normalised = (images - torch.tensor(spec.mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    with torch.no_grad():
+        answer = model(images)
+        plain = plain_preact(model, normalised, shortcut=shortcut, final_norm=final_norm, keep=theirs)
+    for mine, other in zip(seen, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(answer, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_preact_resnet_18_has_the_size_that_its_name_promises():

@@ -40,7 +40,7 @@ def told(monkeypatch):
 def small(tiny):
     def recipe(method="fgsm", **options):
         fields = {"data": str(tiny), "width": 8, "epochs": 6, "batch_size": 32, "holdout": 16, "lr": 0.05}
-        return make_recipe(method, preset="small", **(fields | options))
+        return make_recipe(method, preset="laptop", **(fields | options))
 
     return recipe
 

@@ -33,7 +33,7 @@ def _apart(tmp_path, monkeypatch):
 def small(tiny):
     def recipe(method="moat:2", **options):
         fields = {"data": str(tiny), "width": 8, "epochs": 3, "batch_size": 8, "holdout": 16}
-        return make_recipe(method, preset="small", **(fields | options))
+        return make_recipe(method, preset="laptop", **(fields | options))
 
     return recipe
 

@@ -1,26 +1,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moatlab.data.images import as_floats
-from moatlab.methods.language import parse_method
 from moatlab.runtime.randomness import generator, key
-from moatlab.training.collapse import collapsed_at as collapsed_at_checks
-from moatlab.training.collapse import judge
 from moatlab.training.monitor import measure
 from models_for_tests import small_network
-
-ONE_STAGE, CYCLE = parse_method("fgsm"), parse_method("moat:2")
-
-
-def comparable(values, method):
-    return [(epoch + 1, value) for epoch, value in enumerate(values) if method.ends_cycle(epoch)]
-
-
-def collapsed_at(values, method):
-    return collapsed_at_checks(comparable(values, method))
 
 
 def images(count):
@@ -65,6 +50,7 @@ def test_accuracies_equal_attacks_written_out():
         for name, examples in (("clean", floats), ("fgsm", step(floats, eps)), ("pgd7", iterate)):
             right[name] += (model(examples).argmax(1) == labels).sum().item()
     assert measured.pop("alignment") == pytest.approx(sum(cosines) / 251, abs=1e-5)
+    assert measured.pop("zero_gradients") == 0
     assert measured == pytest.approx({name: count / 251 for name, count in right.items()}, abs=1.5 / 251)
 
 
@@ -104,81 +90,33 @@ def test_measuring_leaves_the_model_and_the_generators_as_they_were():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_fgsm_that_falls_to_zero_has_collapsed_at_the_first_low_epoch():
-    assert collapsed_at([0.1, 0.2, 0.25, 0.02, 0.0, 0.01], ONE_STAGE) == 4
+class Flat(torch.nn.Module):
+    """Always the first class, whatever the image: every gradient is zero."""
+
+    def forward(self, x):
+        return torch.tensor([1.0, 0.0, 0.0]) + 0 * x.flatten(1)[:, :3]
 
 
-def test_a_fall_that_recovers_is_no_collapse():
-    assert collapsed_at([0.1, 0.2, 0.02, 0.2, 0.21], ONE_STAGE) is None
+def test_gradients_that_are_all_zero_are_counted_and_not_called_aligned():
+    measured = measure(Flat(), *images(30), eps=0.1, seed=0)
+    assert (measured["alignment"], measured["zero_gradients"]) == (0.0, 1.0)
 
 
-def test_below_a_third_of_the_best_counts_even_above_five_percent():
-    assert collapsed_at([0.1, 0.45, 0.14, 0.1], ONE_STAGE) == 3
-    assert collapsed_at([0.1, 0.45, 0.16, 0.16], ONE_STAGE) is None
+def test_images_without_a_gradient_are_left_out_of_the_alignment():
+    class HalfFlat(torch.nn.Module):
+        """Linear where the first pixel is bright, flat where it is dark."""
 
+        def forward(self, x):
+            slope = (x[:, 0, 0, 0] > 0.5).float().detach()[:, None]
+            return slope * torch.stack([x.sum((1, 2, 3)), -x.sum((1, 2, 3)), x[:, 0].sum((1, 2))], 1)
 
-def test_the_dips_of_a_cycle_at_its_first_stage_are_not_looked_at():
-    assert collapsed_at([0.02, 0.1, 0.2, 0.02, 0.1, 0.2, 0.02], CYCLE) is None
-    assert collapsed_at([0.02, 0.1, 0.2, 0.02, 0.1, 0.04], CYCLE) == 6
-
-
-def test_the_first_epoch_alone_is_no_collapse():
-    assert collapsed_at([0.01], ONE_STAGE) is None
-    assert collapsed_at([], ONE_STAGE) is None
-    assert collapsed_at([0.01, 0.3, 0.3], ONE_STAGE) is None
-
-
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=12), st.sampled_from([ONE_STAGE, CYCLE]))
-def test_collapse_is_what_its_definition_says(values, method):
-    checks = comparable(values, method)
-    floor = max(0.05, max((value for _, value in checks), default=0) / 3)
-    candidates = [
-        epoch for epoch, _ in checks if epoch >= 2 and all(value < floor for later, value in checks if later >= epoch)
-    ]
-    assert collapsed_at(values, method) == min(candidates, default=None)
-
-
-def checks(*rows):
-    return [dict(zip(("fgsm", "pgd7", "alignment"), row, strict=True)) for row in rows]
-
-
-HEALTHY = (0.25, 0.20, 0.8)
-
-
-@pytest.mark.parametrize(
-    ("last", "verdict"),
-    [
-        ((0.24, 0.18, 0.7), "good"),
-        ((0.15, 0.11, 0.7), "good"),  # above half of the best: a bad epoch
-        ((0.13, 0.07, 0.7), "low"),  # fallen, but neither a gap nor a bent loss
-        ((0.40, 0.07, 0.7), "collapsed"),  # the gap alone
-        ((0.12, 0.07, 0.2), "collapsed"),  # the alignment alone: fast collapses so
-        ((0.45, 0.00, 0.05), "collapsed"),
-    ],
-)
-def test_an_alarm_needs_a_fall_and_a_loss_that_is_bent(last, verdict):
-    assert judge(checks(HEALTHY, HEALTHY, last)) == verdict
-
-
-def test_what_was_never_robust_has_nothing_to_lose():
-    assert judge(checks((0.30, 0.01, 0.1), (0.30, 0.0, 0.1))) == "good"
-
-
-def test_the_first_check_is_no_alarm():
-    assert judge(checks((0.30, 0.02, 0.3))) == "good"
-    assert judge(checks((0.30, 0.06, 0.3))) == "good"
-
-
-def test_robustness_is_back_when_half_of_its_best_is():
-    fallen = (0.4, 0.01, 0.1)
-    assert judge(checks(HEALTHY, fallen, (0.14, 0.09, 0.6))) == "low"
-    assert judge(checks(HEALTHY, fallen, (0.14, 0.10, 0.6))) == "good"
-
-
-@given(st.lists(st.tuples(*[st.floats(0, 1)] * 2, st.floats(-1, 1)), min_size=1, max_size=9))
-def test_a_best_check_is_never_an_alarm(rows):
-    best = max(row[1] for row in rows)
-    assert judge(checks(*rows, (1.0, best, -1.0))) == "good"
+    x, y = images(200)
+    x[:100, 0, 0, 0], x[100:, 0, 0, 0] = 0, 255
+    measured = measure(HalfFlat(), x, y, eps=0.1, seed=0)
+    assert measured["zero_gradients"] == 0.5
+    alone = measure(HalfFlat(), x[100:], y[100:], eps=0.1, seed=0)
+    assert alone["zero_gradients"] == 0
+    assert measured["alignment"] > 0.5
 
 
 def test_keys_are_fixed_for_ever_and_share_nothing_between_neighbours():

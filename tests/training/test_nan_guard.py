@@ -26,7 +26,7 @@ def small(tiny):
 
     def recipe(method="standard", **options):
         fields = {"data": str(tiny), "width": 8, "epochs": 2, "batch_size": 16, "holdout": 0, "lr": 0.05}
-        return make_recipe(method, preset="small", **(fields | options))
+        return make_recipe(method, preset="laptop", **(fields | options))
 
     return recipe
 

@@ -130,7 +130,7 @@ def short(tiny):
 
     def recipe(precision):
         fields = {"data": str(tiny), "width": 8, "epochs": 3, "batch_size": 8, "holdout": 16, "lr": 0.05}
-        return make_recipe("mixup | fast | pgd:2", preset="small", precision=precision, **fields)
+        return make_recipe("mixup | fast | pgd:2", preset="laptop", stem="3x3", precision=precision, **fields)
 
     return recipe
 

@@ -39,6 +39,7 @@ FIELDS = {
     "norm": st.sampled_from(["linf", "l2"]),
     "lr": positive,
     "momentum": st.floats(0, 1, exclude_max=True),
+    "cycle_momentum": st.booleans(),
     "weight_decay": st.floats(0, allow_nan=False, allow_infinity=False),
     "batch_size": st.integers(1, 10**6),
     "augment": st.booleans(),
@@ -54,8 +55,16 @@ FIELDS = {
     "on_nan": st.sampled_from(["stop", "skip"]),
     "deterministic": st.booleans(),
 }
-recipes = st.fixed_dictionaries(FIELDS).map(lambda fields: Recipe(**fields))
-layered = sorted(FIELDS.keys() - {"method", "monitor", "monitor_images", "std", "init", "image_size"})
+
+
+def cycling(fields):
+    """Momentum can cycle with a cyclic rate of SGD only, and by a tenth."""
+    can = (fields["schedule"], fields["optimizer"]) == ("cyclic", "sgd") and fields["momentum"] >= 0.1
+    return fields if can else fields | {"cycle_momentum": False}
+
+
+recipes = st.fixed_dictionaries(FIELDS).map(lambda fields: Recipe(**cycling(fields)))
+layered = sorted(FIELDS.keys() - {"method", "cycle_momentum", "monitor", "monitor_images", "std", "init", "image_size"})
 some_fields = st.fixed_dictionaries({}, optional={name: FIELDS[name] for name in layered})
 
 
@@ -79,7 +88,7 @@ def test_any_recipe_is_read_back_from_its_file(recipe):
 def test_the_recipe_file_of_a_run_makes_the_same_recipe_again(preset, fields):
     fields["image_size"] = None  # for folders only
     fields["on_collapse"] = "warn" if fields["monitor"] == "test" else fields["on_collapse"]
-    recipe = make_recipe(preset=preset, **fields)
+    recipe = make_recipe(preset=preset, **cycling(fields))
     with TemporaryDirectory() as folder:
         assert make_recipe(file=written(folder, recipe.to_toml()), trust_model_code=True) == recipe
 
@@ -143,11 +152,12 @@ SHARED = {
     "model": "preact_resnet18", "shortcut": "activated", "schedule": "cyclic", "momentum": 0.9, "weight_decay": 5e-4,
     "seed": 0, "init": None,
 }  # fmt: skip
-PAPER = SHARED | {
+BASE = SHARED | {
     "data": "cifar10", "width": 64, "final_norm": True, "std": None, "epochs": 60, "eps": "8/255", "lr": 0.2,
     "batch_size": 128, "augment": True, "bn_in_attack": "train",
 }  # fmt: skip
-MINI = PAPER | {
+PAPER = BASE | {"cycle_momentum": True}
+MINI = BASE | {
     "data": "mini", "width": 16, "epochs": 21, "eps": "16/255", "augment": False, "holdout": 500, "monitor": "holdout",
 }  # fmt: skip
 
@@ -155,11 +165,11 @@ MINI = PAPER | {
 @pytest.mark.parametrize(
     ("preset", "expected"),
     [
-        ("paper", PAPER),
-        ("paper-kim", PAPER | {"final_norm": False, "std": (0.2023, 0.1994, 0.2010), "bn_in_attack": "eval"}),
+        ("paper", PAPER | {"final_norm": False, "std": (0.2023, 0.1994, 0.2010), "bn_in_attack": "eval"}),
+        ("paper-fast", PAPER | {"shortcut": "raw"}),
         ("mini", MINI),
         ("mini-long", MINI | {"bn_in_attack": "eval", "batch_size": 32, "lr": 0.1, "epochs": 36}),
-        ("small", {name: PAPER[name] for name in PAPER if name not in ("width", "epochs")}),
+        ("laptop", BASE | {"width": 16, "stem": "4x4s2", "epochs": 30, "holdout": 1000}),
     ],
 )
 def test_a_preset_trains_as_the_paper_or_the_measured_small_setting_does(preset, expected):
@@ -168,7 +178,29 @@ def test_a_preset_trains_as_the_paper_or_the_measured_small_setting_does(preset,
 
 
 def test_there_are_six_presets():
-    assert set(PRESETS) == {"mini", "mini-long", "small", "paper", "paper-kim", "own"}
+    assert set(PRESETS) == {"mini", "mini-long", "laptop", "paper", "paper-fast", "own"}
+
+
+def test_kim_s_standard_deviations_are_those_of_cifar10_only():
+    assert make_recipe("moat:2", preset="paper", data="cifar100").std is None
+    assert make_recipe("moat:2", preset="paper", std="1,1,1").std == (1.0, 1.0, 1.0)
+
+
+def test_the_paper_s_presets_cycle_the_momentum_and_no_others():
+    assert {preset for preset in PRESETS if make_recipe("moat:2", preset=preset).cycle_momentum} == {
+        "paper",
+        "paper-fast",
+    }
+    assert not make_recipe("moat:2", preset="paper", schedule="stepwise").cycle_momentum
+    assert not make_recipe("moat:2", preset="paper", optimizer="adamw").cycle_momentum
+    assert not make_recipe("moat:2", preset="paper", cycle_momentum=False).cycle_momentum
+    assert ", cycled momentum" in make_recipe("moat:2", preset="paper").setting
+
+
+@pytest.mark.parametrize("options", [{"schedule": "stepwise"}, {"optimizer": "adamw"}, {"momentum": 0.05}])
+def test_momentum_that_cannot_cycle_is_refused(options):
+    with pytest.raises(UserError, match="cycle_momentum"):
+        make_recipe("moat:2", cycle_momentum=True, **options)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -232,7 +264,7 @@ def test_data_in_a_recipe_file_chooses_the_default_preset_too(tmp_path):
 
 
 def test_an_unknown_preset_is_refused_and_the_known_ones_named():
-    with pytest.raises(UserError, match="mini-long, small, paper, paper-kim, own"):
+    with pytest.raises(UserError, match="mini-long, laptop, paper, paper-fast, own"):
         make_recipe("moat:2", preset="papr")
 
 
@@ -256,7 +288,7 @@ def test_epochs_that_the_user_names_are_not_corrected():
         ("mini", "gradalign:0.5", [0.5]),
         ("mini", "mixup | gradalign | gradalign : 0.3", [None, 2.0, 0.3]),
         ("paper", "gradalign", [0.2]),
-        ("paper-kim", "gradalign", [0.2]),
+        ("paper-fast", "gradalign", [0.2]),
     ],
 )
 def test_gradalign_s_weight_belongs_to_the_preset_s_radius_unless_it_is_named(preset, method, values):

@@ -2,11 +2,12 @@ from fractions import Fraction
 from typing import get_args
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moatlab.training.recipe import Recipe
-from moatlab.training.schedules import SCHEDULES, cyclic, stepwise
+from moatlab.training.schedules import SCHEDULES, cycled_momentum, cyclic, stepwise
 
 runs = st.tuples(st.integers(1, 400), st.integers(1, 50))  # epochs, steps per epoch
 peaks = st.floats(1e-6, 1e3)
@@ -73,3 +74,17 @@ def test_the_stepwise_rate_never_rises_and_stays_the_same_within_an_epoch(run, p
 
 def test_every_schedule_that_a_recipe_may_name_exists():
     assert set(SCHEDULES) == set(get_args(Recipe.model_fields["schedule"].annotation))
+
+
+@pytest.mark.parametrize("total", [10, 24, 818])
+def test_rate_and_momentum_are_those_of_pytorch_s_cyclic_schedule(total):
+    """As fast_adversarial and Kim et al. call it, with its defaults for the momentum."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
+    up = total / 2
+    schedule = torch.optim.lr_scheduler.CyclicLR(optimizer, base_lr=0, max_lr=0.2, step_size_up=up, step_size_down=up)
+    for step in range(total):
+        group = optimizer.param_groups[0]
+        assert cyclic(step, epochs=1, steps_per_epoch=total, peak=0.2) == pytest.approx(group["lr"], abs=1e-9)
+        assert cycled_momentum(step, steps=total, highest=0.9) == pytest.approx(group["momentum"], abs=1e-9)
+        optimizer.step()
+        schedule.step()

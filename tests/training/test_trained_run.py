@@ -58,9 +58,18 @@ def test_a_run_prints_the_last_lines_of_the_command_and_displays_as_a_card():
     assert "&lt;b&gt;run" in html
     assert "<b>" not in html
     assert all(part in html for part in ("pgd7", "95 %", "3 epochs", "eps 8/255"))
-    run.record.collapsed_at = 2
+    run.record.outcome, run.record.collapsed_at = "collapsed", 2
     assert "COLLAPSED at epoch 2" in str(run)
     assert "COLLAPSED at epoch 2" in run._repr_html_()
+    for outcome, text in (
+        ("overfitted", "lost slowly"),
+        ("untrained", "above chance"),
+        ("undecided", "outcome undecided"),
+    ):
+        run.record.outcome = outcome
+        assert text in str(run)
+    run.record.outcome, run.record.recovered = "robust", [[3, 5], [7, 7]]
+    assert "recovered after epoch 3 to 5, 7" in str(run)
 
 
 @pytest.mark.usefixtures("alone")

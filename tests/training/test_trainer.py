@@ -50,7 +50,7 @@ def small(tiny):
 
     def recipe(method, **options):
         fields = {"data": str(tiny), "width": 8, "epochs": 3, "batch_size": 8, "holdout": 16, "lr": 0.05}
-        return make_recipe(method, preset="small", **(fields | options))
+        return make_recipe(method, preset="laptop", **(fields | options))
 
     return recipe
 

@@ -15,7 +15,7 @@ ACCURACIES = ("clean", "fgsm", "pgd7", "alignment")
 @pytest.fixture
 def small(tiny):
     def options(**more):
-        fields = {"preset": "small", "width": 8, "batch_size": 32, "holdout": 16, "threads": 1}
+        fields = {"preset": "laptop", "width": 8, "batch_size": 32, "holdout": 16, "threads": 1}
         return {"model": "preact_resnet18", "data": str(tiny), **fields, **more}
 
     return options
@@ -81,9 +81,9 @@ def test_only_the_first_images_are_watched(small, monitor):
 def test_the_alarm_is_raised_at_the_next_check(small, tmp_path, monkeypatch):
     from moatlab.training import trainer
 
-    course = [{"clean": 0.5, "fgsm": 0.30, "pgd7": 0.28, "alignment": 0.9}]
-    course += [{"clean": 0.5, "fgsm": 0.60, "pgd7": 0.01, "alignment": 0.05}] * 3
+    course = [{"clean": 0.8, "fgsm": 0.30, "pgd7": 0.28, "alignment": 0.9}]
+    course += [{"clean": 0.8, "fgsm": 0.60, "pgd7": 0.01, "alignment": 0.05}] * 3
     monkeypatch.setattr(trainer, "measure", lambda *_, **__: course.pop(0))
     run = moatlab.train(**small(method="fgsm", epochs=6, monitor_every=2), out=tmp_path / "run")
     assert run.record.alarms == [4]
-    assert run.record.collapsed_at == 4
+    assert (run.record.outcome, run.record.collapsed_at) == ("collapsed", 4)

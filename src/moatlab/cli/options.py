@@ -63,7 +63,7 @@ GROUPS = {
     "Data and model": "data data_dir image_size stream augment holdout "
     "model width stem shortcut final_norm std init trust_model_code",
     "Threat model": "eps eps_warmup norm bn_in_attack",
-    "Optimisation": "epochs optimizer schedule warmup lr momentum weight_decay batch_size",
+    "Optimisation": "epochs optimizer schedule warmup lr momentum cycle_momentum weight_decay batch_size",
     "Monitoring": "monitor monitor_every monitor_images on_collapse then on_nan",
     "Machine": "seed threads device precision deterministic on",
 }

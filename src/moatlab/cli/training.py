@@ -43,8 +43,9 @@ def train_command(
     moat train fgsm --epochs 3 --out runs/short
     moat train --resume --out runs/short          resume that run
 
-    Presets: mini (embedded images, in minutes), mini-long (longer, attacks in eval mode), small (CIFAR, a narrow
-    model), paper, paper-kim (model and attacks of Kim et al.), own (folders, .npz). moat plan shows their settings.
+    Presets: mini (embedded images, in minutes), mini-long (longer, attacks in eval mode), laptop (CIFAR on a CPU),
+    paper (network and attacks of Kim et al.), paper-fast (of Wong et al.), own (folders, .npz). moat plan shows their
+    settings.
     """
     running = {name: options.pop(name) for name in ("data_dir", "max_steps", "checkpoint_every", "stream")}
     if resume and not (options["method"] or options["file"]):
@@ -112,8 +113,10 @@ def plan_command(as_json: bool, measure: bool, threads: int | None, device: str,
     if recipe.data not in KNOWN_SIZES:
         named = not recipe.names_code or options["model"] is not None  # a file's code is not imported
         own = describe_own(recipe, images, (device, threads) if measure and named else None)
+    flops = recipe.planned_flops(images)
     if as_json:
-        shared.print_json({"method": recipe.method, "epochs": epochs, "steps_per_epoch": steps, **cost, **own})
+        sizes = {"method": recipe.method, "epochs": epochs, "steps_per_epoch": steps}
+        shared.print_json({**sizes, **cost, "flops": flops, **own})
         return
     click.echo(recipe.method + (f" = {parsed}" if str(parsed) != recipe.method else ""))
     click.echo(f"{recipe.setting}\n{console.counted(epochs, 'epoch')} of {console.counted(steps, 'step')}")
@@ -121,6 +124,8 @@ def plan_command(as_json: bool, measure: bool, threads: int | None, device: str,
         print_own(images, own)
     for name in ("passes", *KINDS):
         click.echo(f"{name.replace('_', '-'):<18}{cost[name]:>8g}  x the training set")
+    if flops:
+        click.echo(f"{'FLOPs':<18}{flops:>8.3g}")
     counts = Counter(str(parsed.stage_at(epoch, epochs)) for epoch in range(epochs))
     click.echo("stages: " + ", ".join(f"{count} x {stage}" for stage, count in counts.items()))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moatlab.attacks.norms import Threat
 from moatlab.data.images import Images
 from moatlab.data.loading import KNOWN_SIZES, load_images
-from moatlab.models.preact_resnet import STEMS
+from moatlab.models.flops import STEMS
 from moatlab.models.registry import BUILT_IN, build_model
 from moatlab.models.weights import hash_of, read_weights, set_weights
 from moatlab.runtime.console import warn

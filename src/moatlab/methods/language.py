@@ -84,6 +84,14 @@ def parse_method(spec: str) -> Method:
     return Method(text, tuple(stages))
 
 
+def with_defaults_at(eps: float, spec: str) -> str:
+    """The spec with the arguments whose default depends on the L-inf radius filled in."""
+    for stage, entry in STAGES.items():
+        if entry.argument and entry.argument.at_eps:
+            spec = re.sub(rf"\b{stage}\b(?!\s*:)", f"{stage}:{entry.argument.at_eps(eps)}", spec)
+    return spec
+
+
 def _parse_part(part: str) -> list[Stage]:
     name, colon, rest = (piece.strip() for piece in part.partition(":"))
     if name in ("moat", "imoat"):

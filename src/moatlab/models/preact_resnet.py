@@ -13,16 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moatlab.models.convolution import Conv2d
+from moatlab.models.flops import STEMS
 
 Channels: TypeAlias = Sequence[float]  # one number per channel
-
-# The first convolution: kernel, stride, padding. The larger two suit larger images.
-STEMS = {"3x3": (3, 1, 1), "4x4s2": (4, 2, 1), "7x7s4": (7, 4, 2)}
-
-
-def stem_for(side: int) -> str:
-    """The stem that gives the blocks of a ResNet 24 to 56 positions per side."""
-    return "3x3" if side <= 48 else "4x4s2" if side <= 96 else "7x7s4"
 
 
 def first_convolution(inputs: int, outputs: int, stem: str) -> Conv2d:

@@ -148,6 +148,8 @@ def _warnings(views: list[RunView]) -> list[tuple[str, str]]:
         found += [(f"{view.label}: {flag.name}", f"{flag.meaning} ({flag.evidence})") for flag in view.flags]
         if view.collapsed_at and "catastrophic-overfitting" not in {flag.name for flag in view.flags}:
             found.append((f"{view.label}: collapsed", f"robustness was lost at epoch {view.collapsed_at} for good"))
+        elif view.record and view.record.outcome in ("overfitted", "untrained", "undecided"):
+            found.append((f"{view.label}: {view.record.outcome}", view.record.remark.partition(": ")[2]))
     return found
 
 
@@ -158,7 +160,14 @@ def _note_on_columns(views: list[RunView]) -> str:
         measured = {name for card in view.cards for name in card.results}
         if view.record and view.record.final and (quick := [name for name in WATCHED if name not in measured]):
             counts.add(f"{view.record.final['images']:,} ({', '.join(quick)})")
-    return f"Test images: {'; '.join(sorted(counts))}. pgd7: seven steps, a quick check." if counts else ""
+    note = f"Test images: {'; '.join(sorted(counts))}. pgd7: seven steps, a quick check." if counts else ""
+    for view in views:  # a card on fewer images than the column `clean`
+        most = max((card.data.images for card in view.cards), default=0)
+        for card in [card for card in view.cards if card.data.images < most and "clean" in card.results]:
+            clean = 100 * card.results["clean"].accuracy
+            attacks = ", ".join(name for name in card.results if name != "clean")
+            note += f" {view.label}: clean {clean:.1f} % on the {card.data.images:,} images of {attacks}."
+    return note
 
 
 def _plots(views: list[RunView]) -> list[dict[str, Any]]:
@@ -236,13 +245,14 @@ def _marks(view: RunView) -> tuple[tuple[float, float], ...]:
 
 def _run(view: RunView, number: int) -> dict[str, Any]:
     record, stages = view.record, list(dict.fromkeys(line["stage"] for line in view.metrics))
-    collapsed = f"epoch {view.collapsed_at}" if view.collapsed_at else "no"
+    outcome = (record and record.outcome) or ""
+    outcome += f" at epoch {view.collapsed_at}" if view.collapsed_at else ""
     if record and record.kept_epoch:
-        collapsed = f"epoch {record.alarms[-1]}, kept {record.kept_epoch}"
-    if not (record and record.final):  # the verdict is of the whole run
-        collapsed = f"alarm at epoch {record.alarms[-1]}" if record and record.alarms else ""
+        outcome = f"collapsed at epoch {record.alarms[-1]}, kept {record.kept_epoch}"
+    if not (record and record.final):  # the outcome is that of the whole run
+        outcome = f"alarm at epoch {record.alarms[-1]}" if record and record.alarms else ""
     shown = stages if len(stages) > 1 else []
-    fields: dict[str, Any] = {"view": view, "colour": number % COLOURS, "collapsed": collapsed, "stages": shown}
+    fields: dict[str, Any] = {"view": view, "colour": number % COLOURS, "outcome": outcome, "stages": shown}
     if view.metrics:
         series = [
             Series(name, colour, _curve(view.metrics, name), marks=_marks(view) if name == "pgd7" else ())

@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+from collections import Counter
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -128,31 +129,51 @@ def _pixels(png: str) -> np.ndarray[Any, Any]:
 
 def plot_result(path: Path, result: dict[str, Any]) -> None:
     """A reproduced table or figure."""
-    figure, (axes,) = _figure(8, 4.6)
-    kinds = {"table": _plot_table, "curves": _plot_curves, "bars": _plot_bars, "steps": _plot_steps}
-    kinds[result["kind"]](axes, result)
+    costs = _costs_in(result) if result["kind"] == "table" else []
+    figure, panels = _figure(8 if len(costs) < 2 else 12, 4.6, max(len(costs), 1))
+    kinds = {"curves": _plot_curves, "bars": _plot_bars, "steps": _plot_steps}
+    for axes, (name, label) in zip(panels, costs, strict=False):
+        _plot_cost(axes, result, name, label)
+    if costs:
+        _legend_below(panels[0])
+    else:
+        kinds[result["kind"]](panels[0], result)
     seeds = f"{len(result['seeds'])} seed" + "s" * (len(result["seeds"]) != 1)
     title = f"{result['experiment']}: {result['title']}\npreset {result['preset']}: {result['setting']}; {seeds}"
-    axes.set_title(title, fontsize=8, color=GREY, wrap=True)
+    figure.suptitle(title, fontsize=8, color=GREY, wrap=True)
     _save(figure, path)
 
 
-def _plot_table(axes: Axes, result: dict[str, Any]) -> None:
+def _costs_in(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Passes, and beside them the measured time or, if times are not comparable, FLOPs."""
+    timed = all(row["cost"]["seconds_to_fgsm"] is not None for row in result["rows"])
+    second = ("seconds_to_fgsm", "training time / fgsm") if timed else ("flops", "TFLOP")
+    return [("passes", "passes over the training set (nearly equal costs side by side)"), second]
+
+
+def _plot_cost(axes: Axes, result: dict[str, Any], name: str, label: str) -> None:
     """Robustness against cost: a point per row, with its 95 % interval."""
-    costs = [row["cost"]["passes"] for row in result["rows"]]
+    costs = [row["cost"][name] / (1e12 if name == "flops" else 1) for row in result["rows"]]
+    first = name == "passes"  # the panel with the legend
     for number, row in enumerate(result["rows"]):
-        column, passes = row["columns"]["aa"], costs[number]
-        near = [other for other, cost in enumerate(costs) if abs(cost - passes) < max(costs) / 50]
-        passes += (near.index(number) - (len(near) - 1) / 2) * max(costs) / 60  # keep equal costs apart
-        collapsed = sum(epoch is not None for epoch in row["collapsed_at"])
-        label = row["row"] + (f" (collapsed in {collapsed} of {len(row['seeds'])})" if collapsed else "")
+        column, cost = row["columns"]["aa"], costs[number]
+        near = [other for other, one in enumerate(costs) if abs(one - cost) < max(costs) / 50]
+        cost += (near.index(number) - (len(near) - 1) / 2) * max(costs) / 60  # keep equal costs apart
+        others = Counter(outcome for outcome in row["outcomes"] if outcome != "robust")
+        found = ", ".join(f"{outcome} in {count} of {len(row['seeds'])}" for outcome, count in others.items())
+        text = row["row"] + (f" ({found})" if found else "")
         mark, colour = MARKERS[number % len(MARKERS)], COLOURS[number % len(COLOURS)]
-        options: dict[str, Any] = {"fmt": mark, "capsize": 3, "markersize": 8, "color": colour, "label": label}
-        axes.errorbar(passes, 100 * column["mean"], yerr=_errors([column]), **options)
-    _dress(axes, "passes over the training set (nearly equal costs side by side)", "accuracy under AutoAttack (%)")
-    axes.set_xlim(left=0)
+        options: dict[str, Any] = {
+            "fmt": mark,
+            "capsize": 3,
+            "markersize": 8,
+            "color": colour,
+            "label": text if first else None,
+        }
+        axes.errorbar(cost, 100 * column["mean"], yerr=_errors([column]), **options)
+    _dress(axes, label, "accuracy under AutoAttack (%)")
+    axes.set_xlim(0, 1.05 * max(costs))
     axes.set_ylim(bottom=-axes.get_ylim()[1] / 50)  # so that a point at zero is not cut
-    _legend_below(axes)
 
 
 def _plot_curves(axes: Axes, result: dict[str, Any]) -> None:

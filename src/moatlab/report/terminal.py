@@ -10,13 +10,13 @@ from moatlab.runtime.sheet import make_table, plain_console
 
 
 def print_comparison(result: dict[str, Any]) -> None:
-    columns = ("method", *(f"{name} %" for name in WATCHED), "passes", "train s", "collapsed")
+    columns = ("method", *(f"{name} %" for name in WATCHED), "passes", "train s", "outcome")
     rows = []
     for row in result["rows"]:
         percent = [f"{100 * row[name]:.1f}" for name in WATCHED]
-        collapse = f"at epoch {row['collapsed_at']}" if row["collapsed_at"] else "no"
-        collapse = f"at {row['alarms'][-1]}, kept {row['kept_epoch']}" if row["kept_epoch"] else collapse
-        rows.append((row["method"], *percent, rounded(row["passes"]), f"{row['train_seconds']:.0f}", collapse))
+        outcome = f"{row['outcome']} at {row['collapsed_at']}" if row["collapsed_at"] else row["outcome"]
+        outcome = f"kept epoch {row['kept_epoch']}" if row["kept_epoch"] else outcome
+        rows.append((row["method"], *percent, rounded(row["passes"]), f"{row['train_seconds']:.0f}", outcome))
     console, title = plain_console(), f"accuracy on {counted(result['rows'][0]['images'], 'test image')}"
     console.print(make_table(*columns, title=title, rows=rows))
     for row in result["rows"]:

@@ -61,6 +61,6 @@ def compare(
 def _row(run: RunFolder) -> dict[str, Any]:
     record = run.read_record()
     assert record.final is not None
-    kept = ("train_seconds", "collapsed_at", "kept_epoch", "alarms")
+    kept = ("train_seconds", "outcome", "collapsed_at", "kept_epoch", "alarms")
     numbers = {"passes": record.counted["passes"]} | {name: getattr(record, name) for name in kept}
     return {"method": record.method, **record.final, **numbers, "run": str(run.path)}

@@ -19,11 +19,12 @@ from moatlab.runtime.device import Machine
 from moatlab.runtime.environment import commit
 from moatlab.runtime.errors import Damaged, UserError
 from moatlab.runtime.files import RunFile, read_json, write_json
-from moatlab.training.collapse import GAP
 from moatlab.training.recipe import Recipe
 from moatlab.training.run_folder import RunFolder
 
-KEPT = ("epoch", "stage", "clean", "fgsm", "pgd7", "comparable", "train_seconds")  # from metrics.jsonl
+# From metrics.jsonl, and from run.json.
+KEPT = ("epoch", "stage", "clean", "fgsm", "pgd7", "alignment", "zero_gradients", "comparable", "train_seconds")
+COPIED = ("flops", "train_seconds", "outcome", "collapsed_at", "recovered", "final", "data", "environment")
 
 
 class Evaluated(BaseModel, extra="forbid", frozen=True):
@@ -48,9 +49,12 @@ class Outcome(BaseModel, extra="forbid", frozen=True):
     images: int | None
     aa_images: int | None
     passes: float
+    flops: float
     train_seconds: float
     steady_seconds: float
+    outcome: str
     collapsed_at: int | None
+    recovered: list[list[int]]
     final: dict[str, int | float]
     history: list[dict[str, Any]]
     last: Evaluated | None = None
@@ -90,14 +94,6 @@ class Outcome(BaseModel, extra="forbid", frozen=True):
         if self.date is None:
             return "an earlier commit, date not recorded"
         return f"{self.date} at commit {self.commit or 'unknown'}"
-
-    @property
-    def fell_slowly(self) -> bool:
-        """Whether FGSM accuracy shows no gap over PGD-7 accuracy after the collapse: slow overfitting (Rice et al.,
-        2020) ends below the collapse threshold too."""
-        since = self.collapsed_at
-        checks = [line for line in self.history if since and line["comparable"] and line["epoch"] >= since]
-        return since is not None and all(check["fgsm"] - check["pgd7"] <= GAP for check in checks)
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
@@ -145,7 +141,7 @@ def evaluate_run(folder: Path, recipe: Recipe, asked: Asked, machine: Machine, d
         history=[{name: line[name] for name in KEPT} for line in metrics],
         date=datetime.now(UTC).date().isoformat(),
         commit=commit(),
-        **{name: getattr(record, name) for name in ("train_seconds", "collapsed_at", "final", "data", "environment")},
+        **{name: getattr(record, name) for name in COPIED},
         **parts,
     )
     write_json(folder / RunFile.OUTCOME, outcome.as_dict())
@@ -203,6 +199,6 @@ def as_runs(outcomes: Sequence[Outcome], part: Part = "last", *, timed: bool = T
     for one in outcomes:
         if shown := one.part(part):
             robust = {name: unpack(text) for name, text in shown.standing.items()}
-            seconds, collapsed = one.steady_seconds if timed else None, one.collapsed_at is not None
-            runs[one.seed] = Run(shown.accuracy, one.passes, seconds, collapsed, robust, one.fell_slowly)
+            costs = (one.passes, one.flops, one.steady_seconds if timed else None)
+            runs[one.seed] = Run(shown.accuracy, one.outcome, *costs, shown.images, robust)
     return runs

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moatlab.attacks.catalog import PAPER, WATCHED
 from moatlab.runtime.errors import UserError, did_you_mean
@@ -34,7 +34,7 @@ class Experiment:
     data: str
     schedule: str
     rows: list[Row]
-    claims: list[str]
+    claims: list[dict[str, Any]]  # name, claim, section, quote and checks: see claims.py
     parts: tuple[Part, ...] = ("last",)
     columns: tuple[str, ...] = COLUMNS
     paper: dict[str, dict[str, float]] = field(default_factory=dict)  # row -> column -> fraction, and `minutes`
@@ -60,6 +60,8 @@ def experiment(name: str) -> Experiment:
 def _experiments() -> Iterator[Experiment]:
     for name, one in PRINTED["experiments"].items():
         fields = {key: one[key] for key in ("title", "kind", "schedule", "claims")}
+        if isinstance(one["claims"], str):  # those of the same table or figure for CIFAR-10
+            fields["claims"] = PRINTED["experiments"][one["claims"]]["claims"]
         if one["kind"] == "table":
             paper = {method: dict(zip(PRINTED["columns"], row, strict=True)) for method, row in one["rows"].items()}
             for row in paper.values():

@@ -13,7 +13,7 @@ from moatlab.runtime.errors import UserError
 from moatlab.training.recipe import Recipe, make_recipe, slug
 
 # Preset -> test images for all attacks, and for AutoAttack; others use all images.
-EVALUATED = {"mini": (500, 200), "mini-long": (500, 200), "small": (1000, 500)}
+EVALUATED = {"mini": (500, 200), "mini-long": (500, 200), "laptop": (1000, 1000)}
 SURVIVING = 0.3  # share of images still robust during an attack, to estimate its time
 
 
@@ -98,7 +98,7 @@ def plan_sweep(
 ) -> Sweep:
     """The runs of a table or figure, seed by seed. `methods` selects rows, or adds methods that are no rows."""
     if preset.startswith("mini") and experiment.data != "cifar10":
-        raise UserError(f"{experiment.name} needs CIFAR-100, and {preset} has images of CIFAR-10; use --preset small")
+        raise UserError(f"{experiment.name} needs CIFAR-100, and {preset} has images of CIFAR-10; use --preset laptop")
     data = "mini" if preset.startswith("mini") else experiment.data
     # Only warn: the table shows what a collapse does to a run.
     options |= {"data": data, "schedule": experiment.schedule, "on_collapse": "warn"}

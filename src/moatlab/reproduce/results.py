@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from moatlab.reproduce.claims import check_claims, paper_rows
-from moatlab.reproduce.outcomes import Outcome, as_runs
+from moatlab.reproduce.claims import check_claims, check_paper
+from moatlab.reproduce.outcomes import Evaluated, Outcome, as_runs, unpack
 from moatlab.reproduce.paper import Experiment, Part, Row
 from moatlab.reproduce.plan import Job, Sweep, describe
 from moatlab.reproduce.tables import as_text
@@ -59,7 +59,7 @@ def make_result(
         "rows": table(part),
         "best_rows": table("best") or None if "best" in experiment.parts else None,
         "claims": [asdict(claim) for claim in check_claims(experiment, measured)],
-        "claims_in_paper": [asdict(claim) for claim in check_claims(experiment, paper_rows(experiment))],
+        "claims_in_paper": [asdict(claim) for claim in check_paper(experiment)],
         "failures": [*failures],
         "date": datetime.now(UTC).date().isoformat(),
         "command": command,
@@ -77,7 +77,7 @@ def _row(
     measured = [shown for one in runs if (shown := one.part(part))]
     paper = experiment.paper.get(row.method, {})
     minutes, paper_base = paper.get("minutes"), experiment.paper.get("fgsm", {}).get("minutes")
-    passes, steady = _mean(runs, "passes"), _mean(runs, "steady_seconds")
+    passes, flops, steady = (_mean(runs, name) for name in ("passes", "flops", "steady_seconds"))
     return {
         "row": row.label,
         "method": runs[0].method,
@@ -87,19 +87,32 @@ def _row(
             name: _column([one.accuracy[name] for one in measured], measured[0].images[name], paper.get(name))
             for name in experiment.columns
         },
+        "clean_of_aa": _clean_of_aa(measured),
         "cost": {
             "passes": passes,
+            "flops": flops,
             "seconds": _mean(runs, "train_seconds"),
             "steady_seconds": steady,
             "passes_to_fgsm": passes / _mean(base, "passes") if base else None,
+            "flops_to_fgsm": flops / _mean(base, "flops") if base else None,
             "seconds_to_fgsm": steady / _mean(base, "steady_seconds") if base and timed else None,
             "paper_minutes": minutes,
             "paper_to_fgsm": minutes / paper_base if minutes and paper_base else None,
         },
         "epochs": [one.epoch for one in measured],
+        "outcomes": [one.outcome for one in runs],
         "collapsed_at": [one.collapsed_at for one in runs],
+        "recovered": [one.recovered for one in runs],
         "flags": sorted({flag for one in measured for flag in one.flags}),
     }
+
+
+def _clean_of_aa(measured: list[Evaluated]) -> float | None:
+    """Clean accuracy on the first images, those of AutoAttack, where it has fewer than the other columns."""
+    counts = measured[0].images
+    if counts.get("aa", 0) == counts["clean"] or "aa" not in counts:
+        return None
+    return statistics.fmean(statistics.fmean(unpack(one.standing["clean"])[: counts["aa"]]) for one in measured)
 
 
 def _mean(outcomes: Sequence[Outcome], name: str) -> float:

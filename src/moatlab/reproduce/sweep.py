@@ -99,7 +99,7 @@ def _check_images(sweep: Sweep, known: dict[Job, Outcome], images: Images) -> No
     data = sweep.jobs[0].recipe.data
     if sweep.at_full_size and images.note:
         part = f"{data} is incomplete ({images.note}), and the paper uses all of it"
-        raise UserError(f"{part}; run moat data get {data}, name its folder with --data-dir, or use --preset small")
+        raise UserError(f"{part}; run moat data get {data}, name its folder with --data-dir, or use --preset laptop")
     if other := next((job for job, one in known.items() if one.data["sha256"] != images.sha256), None):
         trained = f"{other.name} was trained on another {data}"
         raise UserError(f"{trained}; name that one with --data-dir, or use a new --out folder without --known")
@@ -122,7 +122,7 @@ def _announce(
         seconds *= sum(map(sweep.work, missing))
         left = f"about {console.duration(seconds)} on this machine, evaluation included"
         if not has_gpu and not yes and (sweep.at_full_size or seconds > LONG):
-            small = "mini" if sweep.experiment.data == "cifar10" else "small"
+            small = "mini" if sweep.experiment.data == "cifar10" else "laptop"
             smaller = f", or use --preset {small}, which takes hours" if sweep.at_full_size else ""
             would = f"{name} with --preset {preset} would take {left}, without a GPU"
             raise UserError(f"{would}; add --yes to start it anyway{smaller}")

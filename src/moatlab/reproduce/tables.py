@@ -1,5 +1,6 @@
 """A result of `moat reproduce` as text: Markdown, LaTeX, the parts of its page, and the terminal."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,15 +11,27 @@ from rich.table import Table
 from moatlab.reproduce.paper import experiment
 
 Result = dict[str, Any]
-COST = ("collapsed", "passes")
-TIME = ("training", "time / fgsm", "paper", "paper: time / fgsm")
+ENDS = ("outcome", "passes")
+COSTS = ("passes", "/ fgsm", "TFLOP", "/ fgsm", "seconds", "/ fgsm", "paper: minutes", "/ fgsm")
 TITLES = {"rows": "Last epoch, as in the paper", "best_rows": "Best epoch on held-out images"}
-MARKS = {"holds": "holds", "does not hold": "does not hold", "not decided": "not decided at this scale"}
+MARKS = {"holds": "holds", "does not hold": "does not hold", "not decided": "not decided"}
 STYLES = {"holds": "green", "does not hold": "red"}
 NOTES = {
     "accuracy": "Accuracy in %: mean ± standard deviation over seeds; 95 % interval over seeds and test images.",
-    "time": "Time / fgsm counts each epoch at the median time of its stage, so pauses do not count.",
-    "claims": "In the claims, ± is half of the 95 % interval of a paired difference.",
+    "outcome": (
+        "Outcome: only *collapsed* means catastrophic overfitting; *overfitted* runs lost their robustness slowly, "
+        "*untrained* ones never learned."
+    ),
+    "costs": (
+        "FLOPs: two per multiply-add of convolutions and linear layers; an input backward counts like a forward, a "
+        "weight backward twice, a double backward 4.1 times. Times relative to fgsm count each epoch at the median "
+        "time of its stage, so pauses do not count."
+    ),
+    "claims": (
+        "± is half of the 95 % interval of a paired difference over images and seeds; a verdict needs three seeds and "
+        "Holm's correction for all comparisons of the table. Rates of collapse have one-sided exact 95 % bounds. Runs "
+        "that are untrained, and accuracies of overfitted ones, decide nothing."
+    ),
 }
 THEIR_TIME = "The paper's minutes are from another machine: compare only their ratios with ours."
 
@@ -42,24 +55,35 @@ def accuracy_lines(rows: list[dict[str, Any]]) -> list[Line]:
         columns = row["columns"].values()
         spreads = ["" if one["sd"] is None else f" ± {100 * one['sd']:.1f}" for one in columns]
         ours = [f"{100 * one['mean']:.1f}{spread}" for one, spread in zip(columns, spreads, strict=True)]
-        collapsed = sum(epoch is not None for epoch in row["collapsed_at"])
-        spent = [f"{collapsed} of {len(row['seeds'])}", f"{row['cost']['passes']:g}"]
-        lines.append(Line(row["row"], ours + spent))
+        extra = [] if row["clean_of_aa"] is None else [f"{100 * row['clean_of_aa']:.1f}"]
+        ends = [outcomes_text(row["outcomes"]), f"{row['cost']['passes']:g}"]
+        lines.append(Line(row["row"], ours + extra + ends))
         bounds = ["-".join(f"{100 * bound:.1f}" for bound in one["interval"]) for one in columns]
-        lines.append(Line("95 % interval", bounds + [""] * len(COST), below=True))
+        lines.append(Line("95 % interval", bounds + [""] * (len(extra) + len(ENDS)), below=True))
     return lines
 
 
-def time_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[Line]]:
+def outcomes_text(outcomes: list[str]) -> str:
+    """`robust` if all seeds are, otherwise such as `1 collapsed, 2 robust`."""
+    counts = Counter(sorted(outcomes))
+    return ", ".join(name if len(outcomes) == 1 else f"{count} {name}" for name, count in counts.items())
+
+
+def cost_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[Line]]:
     """Its columns and lines, without columns that are empty."""
     lines = []
     for row in rows:
         cost = row["cost"]
-        theirs = f"{cost['paper_minutes']:.0f} min" if cost["paper_minutes"] else ""
-        cells = [f"{cost['seconds']:.0f} s", ratio(cost["seconds_to_fgsm"]), theirs, ratio(cost["paper_to_fgsm"])]
+        amounts = {
+            "passes": f"{cost['passes']:g}",
+            "flops": f"{cost['flops'] / 1e12:,.1f}",
+            "seconds": f"{cost['seconds']:.0f}",
+            "paper": f"{cost['paper_minutes']:.0f}" if cost["paper_minutes"] else "",
+        }
+        cells = [cell for name, amount in amounts.items() for cell in (amount, ratio(cost[f"{name}_to_fgsm"]))]
         lines.append(Line(row["row"], cells))
-    used = [number for number in range(len(TIME)) if any(line.cells[number] for line in lines)]
-    return [TIME[i] for i in used], [line._replace(cells=[line.cells[i] for i in used]) for line in lines]
+    used = [number for number in range(len(COSTS)) if any(line.cells[number] for line in lines)]
+    return [COSTS[i] for i in used], [line._replace(cells=[line.cells[i] for i in used]) for line in lines]
 
 
 def paper_lines(result: Result) -> list[Line]:
@@ -84,12 +108,18 @@ def in_paper(result: Result) -> list[dict[str, Any]]:
 def tables_of(result: Result) -> list[dict[str, Any]]:
     """Each with its title, the headings of its columns, and its lines."""
     names = list(columns_of(result).values())
+    shown = [*names, *([f"Clean of AA's {result['images']['aa']}"] if _differs(result) else []), *ENDS]
     tables = [
-        *((title, [*names, *COST], accuracy_lines(result[key] or [])) for key, title in TITLES.items()),
-        ("Training time", *time_table(result["rows"])),
+        *((title, shown, accuracy_lines(result[key] or [])) for key, title in TITLES.items()),
+        ("Training cost", *cost_table(result["rows"])),
         ("The paper's accuracies, and ours minus the paper's", names, paper_lines(result)),
     ]
     return [{"title": title, "columns": columns, "lines": lines} for title, columns, lines in tables if lines]
+
+
+def _differs(result: Result) -> bool:
+    """Whether AutoAttack has fewer images than the other columns."""
+    return any(row["clean_of_aa"] is not None for row in result["rows"])
 
 
 def ratio(value: float | None) -> str:
@@ -110,7 +140,13 @@ def limitations_of(result: Result) -> list[str]:
     """What a reader must know before using the numbers."""
     limits = []
     if len(result["seeds"]) == 1:
-        limits.append("One seed: intervals cover the test images only, and no claim about accuracy is decided.")
+        limits.append("One seed: intervals cover the test images only, and no claim is decided.")
+    if any(line.get("alignment") is None for run in result["runs"] for line in run["history"] if line["comparable"]):
+        limits.append(
+            "Some runs were made before the alignment of gradients was kept: their outcomes go by the gap alone."
+        )
+    if any("mim50" in row["columns"] for row in result["rows"]):
+        limits.append("MIM-50, with steps of eps/50 from the image itself, is a weak attack.")
     if in_paper(result):
         limits.append(THEIR_TIME)
         if not result["preset"].startswith("paper"):
@@ -133,12 +169,14 @@ def flags_of(result: Result) -> list[str]:
 
 def claims_of(result: Result) -> list[dict[str, str]]:
     """Each claim with its verdict in the paper's own table."""
+    in_paper = {claim["name"]: claim for claim in result["claims_in_paper"]}
     claims = []
-    for claim, theirs in zip(result["claims"], result["claims_in_paper"], strict=True):
-        in_paper = theirs["verdict"] if result["kind"] == "table" else "the paper prints no numbers"
-        if in_paper == "does not hold":
-            in_paper += f" ({theirs['numbers']})"
-        claims.append({**claim, "in_paper": in_paper})
+    for claim in result["claims"]:
+        theirs = in_paper.get(claim["name"])
+        verdict = theirs["verdict"] if theirs else "the paper prints no numbers"
+        if theirs and verdict == "disagrees":
+            verdict += f" ({theirs['numbers']})"
+        claims.append({**claim, "in_paper": verdict})
     return claims
 
 
@@ -192,9 +230,10 @@ def print_reproduction(result: Result) -> None:
     console.print("\nThe paper's claims:")
     for claim in claims_of(result):
         style = STYLES.get(claim["verdict"])
-        console.print(f"{MARKS[claim['verdict']]}: {claim['sentence']}", markup=False, style=style)
+        where = f"(section {claim['section']})"
+        console.print(f"{MARKS[claim['verdict']]}: {claim['claim']} {where}", markup=False, style=style)
         console.print(f"    {claim['numbers']}", markup=False)
-        if claim["in_paper"].startswith("does not hold"):
-            console.print("    (in the paper's own table it does not hold)", markup=False)
+        if claim["in_paper"].startswith("disagrees"):
+            console.print("    (the paper's own table disagrees)", markup=False)
     for failure in failures_of(result):
         console.print(f"FAILED {failure}", markup=False, style="red")

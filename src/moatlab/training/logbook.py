@@ -9,7 +9,7 @@ from torch import Tensor
 from moatlab.runtime import console, distributed
 from moatlab.runtime.files import append_line
 from moatlab.training.checkpoint import Progress
-from moatlab.training.monitor import MEASURED, PASSES
+from moatlab.training.monitor import PASSES
 from moatlab.training.recipe import Recipe
 from moatlab.training.run_folder import RunFolder
 from moatlab.training.setup import Session
@@ -30,7 +30,7 @@ class Logbook:
         if distributed.is_first():
             append_line(self.folder.metrics, line)
         self.progress.history.append(line)
-        measured = ["-"] * len(MEASURED)
+        measured = ["-"] * 4
         if line["pgd7"] is not None:
             measured = [f"{100 * line[name]:.1f}" for name in ("clean", "fgsm", "pgd7")] + [f"{line['alignment']:.2f}"]
         work = [f"{line['passes']:g}", f"{line['train_seconds']:.1f}", f"{line['monitor_seconds']:.1f}"]
@@ -115,7 +115,7 @@ def announce(session: Session) -> None:
     cycle = f" = {method}" if str(method) != recipe.method else ""
     passes = console.counted(method.cost(epochs).passes, "pass")
     console.note(f"{recipe.method}{cycle}: {passes} over {console.counted(images, 'training image')}")
-    console.note(recipe.setting)
+    console.note(session.setting)
     if session.images.note:
         console.note(f"{session.images.name}: {session.images.note}")
     if session.images.warning:

@@ -12,7 +12,7 @@ from moatlab.attacks.norms import Norm, Threat
 from moatlab.attacks.probe import evaluating
 from moatlab.data.given import images_and_labels
 from moatlab.data.images import as_floats
-from moatlab.methods.stages.regularised import misalignment
+from moatlab.methods.stages.regularised import has_gradients, misalignment
 from moatlab.models.outputs import giving_logits
 from moatlab.runtime import distributed
 from moatlab.runtime.device import device_of, full_precision
@@ -23,7 +23,7 @@ SMALL_IMAGE = 3 * 32 * 32
 SHOWN = 8  # images kept for display
 PASSES = 9.5  # per image: 11 forwards and 8 input backwards
 CALLS = 11  # of the model
-MEASURED = ("clean", "fgsm", "pgd7", "alignment")
+MEASURED = ("clean", "fgsm", "pgd7", "alignment", "zero_gradients")
 
 
 def measure(
@@ -44,7 +44,8 @@ def measure(
     that epochs and methods are compared on the same ones.
 
     `alignment` is the mean cosine of the loss's gradients at x and at that start (Andriushchenko and Flammarion, 2020).
-    Near 0 the loss is nonlinear within the ball, and a single step along the gradient at x fails.
+    Near 0 the loss is nonlinear within the ball, and a single step along the gradient at x fails. Images where either
+    gradient is zero are left out and counted: `zero_gradients` is their share. If all are, the alignment is 0.
 
     `tick` is called after each call of the model, with the number of images done, and may raise. `keep` gets the first
     images, then their PGD-7 examples. `shared`: all processes call this with all images, share the work, and get the
@@ -59,7 +60,7 @@ def measure(
     probe = Probe(model, batch_size=batch)
     probe.tick = lambda: tick(probe.forwards / CALLS)
     right = torch.zeros(3, dtype=torch.int64, device=y.device)
-    misaligned = torch.zeros((), device=y.device)
+    misaligned, with_gradients = (torch.zeros((), device=y.device) for _ in range(2))
     with giving_logits(model, y), evaluating(model), full_precision():
         blocks = range(0, len(y), batch)
         for begin in blocks[distributed.share(len(blocks))] if shared else blocks:
@@ -69,7 +70,9 @@ def measure(
             start = threat.project(images + threat.noise(images, draws), images)
             gradient, _logits = probe.gradient(images, labels)
             gradient_at_start, _logits = probe.gradient(start, labels)
-            misaligned += len(labels) * misalignment(gradient, gradient_at_start)
+            count = has_gradients(gradient, gradient_at_start).sum()
+            misaligned += count * misalignment(gradient, gradient_at_start)
+            with_gradients += count
             stepped = threat.project(images + eps * threat.steepest(gradient), images)
             first = start + eps / 4 * threat.steepest(gradient_at_start)
             iterated = pgd(probe, images, labels, eps=eps, step_size=eps / 4, steps=6, norm=norm, start=first)
@@ -78,6 +81,9 @@ def measure(
             if keep is not None and not keep:
                 keep += [images[:SHOWN].cpu(), iterated[:SHOWN].cpu()]
     if shared:
-        right, misaligned = distributed.summed(right), distributed.summed(misaligned)
+        right, misaligned, with_gradients = map(distributed.summed, (right, misaligned, with_gradients))
     clean, single, multi = (count / len(y) for count in right.tolist())
-    return {"clean": clean, "fgsm": single, "pgd7": multi, "alignment": 1 - misaligned.item() / len(y)}
+    counted = with_gradients.item()
+    alignment = 1 - misaligned.item() / counted if counted else 0.0
+    accuracies = {"clean": clean, "fgsm": single, "pgd7": multi}
+    return accuracies | {"alignment": alignment, "zero_gradients": 1 - counted / len(y)}

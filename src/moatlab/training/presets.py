@@ -1,12 +1,15 @@
 """Named settings that a recipe starts from."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 from moatlab.data.known import SPECS
 from moatlab.data.sizes import Sizes
+from moatlab.methods.language import parse_method
 
-PAPER: dict[str, Any] = {
+# The network of Rice et al. (2020), attacks in train mode.
+BASE: dict[str, Any] = {
     "data": "cifar10",
     "model": "preact_resnet18",
     "width": 64,
@@ -23,26 +26,36 @@ PAPER: dict[str, Any] = {
     "holdout": 0,
     "seed": 0,
 }
-MINI = PAPER | {"data": "mini", "width": 16, "epochs": 21, "eps": "16/255", "augment": False, "holdout": 500}
+MINI = BASE | {"data": "mini", "width": 16, "epochs": 21, "eps": "16/255", "augment": False, "holdout": 500}
 
 # For the user's own images; `for_images` adds the rest.
-OWN = {name: value for name, value in PAPER.items() if name not in ("batch_size", "holdout")}
+OWN = {name: value for name, value in BASE.items() if name not in ("batch_size", "holdout")}
 OWN |= {"data": "mini", "epochs": 30}
+KIM_STD = (0.2023, 0.1994, 0.2010)  # of CIFAR-10, in Kim et al.'s code
 FEWEST_STEPS = 16  # per epoch, with batches of at least SMALLEST_BATCH images
 SMALLEST_BATCH = 8
 
 PRESETS: dict[str, dict[str, Any]] = {
     "mini": MINI,
     "mini-long": MINI | {"bn_in_attack": "eval", "batch_size": 32, "lr": 0.1, "epochs": 36},
-    "small": PAPER | {"width": 16, "epochs": 30, "holdout": 1000},
-    "paper": PAPER,
-    "paper-kim": PAPER | {"final_norm": False, "bn_in_attack": "eval", "std": (0.2023, 0.1994, 0.2010)},
+    "laptop": BASE | {"width": 16, "stem": "4x4s2", "epochs": 30, "holdout": 1000},
+    # The paper follows Kim et al. (2021); on CIFAR-10 with KIM_STD.
+    "paper": BASE | {"final_norm": False, "bn_in_attack": "eval", "cycle_momentum": True},
+    "paper-fast": BASE | {"shortcut": "raw", "cycle_momentum": True},  # Wong et al. (2020): fast_adversarial
     "own": OWN,
 }
 
 
 def default_preset(data: str | Path | None) -> str:
     return "mini" if data in (None, "mini") else "paper" if data in SPECS else "own"
+
+
+def paper_epochs(method: str, schedule: str) -> int:
+    """60 epochs; 200 for stepwise, rounded up to whole cycles (201 for three stages)."""
+    if schedule != "stepwise":
+        return 60
+    length = len(parse_method(method).stages)
+    return math.ceil(200 / length) * length
 
 
 def for_images(images: Sizes, holdout: int | None = None) -> dict[str, int]:

@@ -5,7 +5,6 @@ machine and are in the run's record.
 """
 
 import hashlib
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -27,19 +26,29 @@ from pydantic import (
 from moatlab.attacks.norms import NORM_NAMES, Threat
 from moatlab.data.known import SPECS
 from moatlab.data.sizes import Sizes, find_sizes
-from moatlab.methods.language import Method, parse_method
-from moatlab.methods.stages import STAGES
+from moatlab.methods.language import Method, parse_method, with_defaults_at
+from moatlab.models.flops import built_in_flops
 from moatlab.runtime.console import counted
 from moatlab.runtime.errors import UserError, did_you_mean, needs_trust
 from moatlab.runtime.files import SCHEMA, read_whole
 from moatlab.runtime.trust import is_trusted
-from moatlab.training.presets import PRESETS, default_preset, for_images
+from moatlab.training.presets import KIM_STD, PRESETS, default_preset, for_images, paper_epochs
+from moatlab.training.schedules import can_cycle
 
 Deviation = Annotated[float, Field(gt=1e-6, allow_inf_nan=False)]
 Epochs = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ADAMW_LR = 1e-3
 # Left out of files at their defaults, so that recipes without them keep their checksums.
-LEFT_OUT = ("image_size", "stem", "optimizer", "warmup", "eps_warmup", "monitor_every", "monitor_images")
+LEFT_OUT = (
+    "image_size",
+    "stem",
+    "optimizer",
+    "warmup",
+    "eps_warmup",
+    "cycle_momentum",
+    "monitor_every",
+    "monitor_images",
+)
 
 
 class Recipe(BaseModel):
@@ -73,6 +82,9 @@ class Recipe(BaseModel):
     norm: Literal["linf", "l2"] = Field("linf", description="norm of the ball")
     lr: float = Field(description="highest learning rate  [default: preset's, adamw: 0.001]", gt=0, allow_inf_nan=False)
     momentum: float = Field(description="momentum of SGD, first beta of AdamW", ge=0, lt=1)
+    cycle_momentum: bool = Field(
+        False, description="momentum falls by 0.1 to the peak of a cyclic rate and rises again"
+    )
     weight_decay: float = Field(description="weight decay, on all parameters", ge=0, allow_inf_nan=False)
     batch_size: int = Field(description="images in a step; a last partial batch is dropped", ge=1)
     augment: bool = Field(description="random crops (4 px zero padding) and horizontal flips")
@@ -108,6 +120,13 @@ class Recipe(BaseModel):
                 raise UserError(f"{longer}, which has {counted(self.epochs, 'epoch')}")
         return self
 
+    @model_validator(mode="after")
+    def _momentum_can_cycle(self) -> Self:
+        if self.cycle_momentum and not can_cycle(self.schedule, self.optimizer, self.momentum):
+            needs = "a cyclic learning rate, SGD and a momentum of at least 0.1"
+            raise UserError(f"--cycle-momentum needs {needs}; use --no-cycle-momentum")
+        return self
+
     @model_serializer(mode="wrap")
     def _without_some_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
@@ -137,6 +156,7 @@ class Recipe(BaseModel):
             f"{self.schedule} lr {self.lr:g}, batch {self.batch_size}, BatchNorm in attacks: {self.bn_in_attack} mode, "
             f"{'augmented' if self.augment else 'no augmentation'}, seed {self.seed}"
             + (f", {self.optimizer}" if self.optimizer != "sgd" else "")
+            + (", cycled momentum" if self.cycle_momentum else "")
             + (f", {counted(self.warmup, 'epoch')} of warm-up" if self.warmup else "")
             + (f", {counted(self.eps_warmup, 'epoch')} of eps warm-up" if self.eps_warmup else "")
             + (f", starting from {Path(self.init).name}" if self.init else "")
@@ -154,6 +174,13 @@ class Recipe(BaseModel):
     def names_code(self) -> bool:
         """Whether the model is a user's own, which is built by importing its code."""
         return ":" in self.model
+
+    def planned_flops(self, sizes: Sizes) -> float | None:
+        """Of the whole run; None for a user's own model, whose code would have to be imported."""
+        shape = (sizes.channels, sizes.height, sizes.width)
+        forward = built_in_flops(self.model, width=self.width, stem=self.stem, shape=shape, classes=sizes.classes)
+        trained = (sizes.train - self.holdout) // self.batch_size * self.batch_size
+        return None if forward is None else self.parsed_method.cost(self.epochs).flops(forward * trained)
 
     @property
     def sha256(self) -> str:
@@ -182,6 +209,8 @@ def make_recipe(
     '16/255'
     """
     layers = read_recipe_file(Path(file)) if file else {}
+    needed = {name for name, field in Recipe.model_fields.items() if field.is_required()}
+    complete = needed <= layers.keys()  # a run's own file: what it leaves out has its default, not the preset's value
     named = str(layers.get("model", ""))
     if ":" in named and options.get("model") is None and not (trust_model_code or is_trusted(named)):
         raise needs_trust(named, f"the recipe {file}")
@@ -201,14 +230,22 @@ def make_recipe(
     preset = preset or default_preset(layers.get("data"))
     if preset not in PRESETS:
         raise UserError(f"there is no preset '{preset}'; known are {', '.join(PRESETS)}")
-    fields = PRESETS[preset] | ({"eps": "128/255"} if layers.get("norm") == "l2" else {})
+    start = PRESETS[preset] | (
+        {"std": KIM_STD} if preset == "paper" and layers.get("data", "cifar10") == "cifar10" else {}
+    )
+    fields = {name: value for name, value in start.items() if name in needed or not complete}
+    fields |= {"eps": "128/255"} if layers.get("norm") == "l2" else {}
     fields |= ({"lr": ADAMW_LR} if layers.get("optimizer") == "adamw" else {}) | layers
+    if "cycle_momentum" not in layers:
+        fields["cycle_momentum"] = bool(fields.get("cycle_momentum")) and can_cycle(
+            fields["schedule"], fields.get("optimizer", "sgd"), fields["momentum"]
+        )
     for name in ("method", "then"):
-        if isinstance(fields.get(name), str):
-            fields[name] = _with_defaults_at(fields[name], fields)
+        if isinstance(fields.get(name), str) and fields.get("norm", "linf") == "linf":
+            fields[name] = with_defaults_at(Threat.of(fields["eps"]).eps, fields[name])
     if str(fields["model"]).startswith("wide_resnet") and "width" not in layers:
         fields["width"] = int(fields["width"]) * 5 // 2  # 160 = 10 * 16 channels, against 64 of the others
-    fields.setdefault("epochs", _paper_epochs(fields))
+    fields.setdefault("epochs", paper_epochs(str(fields["method"]), str(fields["schedule"])))
     _fill_in(fields, images)
     recipe = _validated(fields)
     if recipe.monitor == "holdout" and recipe.holdout == 0:
@@ -233,23 +270,6 @@ def _fill_in(fields: dict[str, Any], images: Sizes | None) -> None:
         for name, value in for_images(images, draft.holdout if "holdout" in fields else None).items():
             fields.setdefault(name, value)
     fields.setdefault("monitor", "holdout" if str(fields["holdout"]) != "0" else "train")
-
-
-def _with_defaults_at(spec: str, fields: dict[str, Any]) -> str:
-    """Fill in the arguments whose default depends on the radius; these defaults are known for L-inf only."""
-    for stage, entry in STAGES.items():
-        if entry.argument and entry.argument.at_eps and fields.get("norm", "linf") == "linf":
-            value = entry.argument.at_eps(Threat.of(fields["eps"]).eps)
-            spec = re.sub(rf"\b{stage}\b(?!\s*:)", f"{stage}:{value}", spec)
-    return spec
-
-
-def _paper_epochs(fields: dict[str, Any]) -> int:
-    """60 epochs; 200 for stepwise, rounded up to whole cycles (201 for three stages)."""
-    if fields["schedule"] != "stepwise":
-        return 60
-    length = len(parse_method(str(fields["method"])).stages)
-    return math.ceil(200 / length) * length
 
 
 def _validated(fields: dict[str, Any]) -> Recipe:

@@ -40,6 +40,7 @@ class RunRecord:
     setting: str
     planned: dict[str, float]
     counted: dict[str, float]
+    flops: float  # of the counted cost
     data: dict[str, Any]
     environment: dict[str, Any]
     steps_done: int = 0
@@ -50,7 +51,10 @@ class RunRecord:
     best: dict[str, float] | None = None
     model: str | None = None  # checksum in model.safetensors
     metrics: str | None = None  # checksum of metrics.jsonl, once complete
+    outcome: str | None = None  # of a finished run: robust, collapsed, overfitted, untrained, undecided
+    outcome_reason: str = ""
     collapsed_at: int | None = None
+    recovered: list[list[int]] = field(default_factory=list)  # first and last epoch of each collapse that ended
     alarms: list[int] = field(default_factory=list)
     kept_epoch: int | None = None
     skipped_steps: int = 0
@@ -64,11 +68,19 @@ class RunRecord:
         return self.status if self.status == "finished" else f"{self.status} after step {self.steps_done} of {steps}"
 
     @property
-    def collapse(self) -> str:
-        """What became of a collapse; empty without one."""
+    def remark(self) -> str:
+        """The outcome, if it is not simply robust."""
         if self.kept_epoch:
             return f"collapsed at epoch {self.alarms[-1]}; model of epoch {self.kept_epoch}"
-        return f"COLLAPSED at epoch {self.collapsed_at}" if self.collapsed_at else ""
+        lost = {
+            "collapsed": f"COLLAPSED at epoch {self.collapsed_at}",
+            "overfitted": "OVERFITTED: robustness was lost slowly, without a collapse",
+            "untrained": "UNTRAINED: accuracy never rose clearly above chance",
+            "undecided": f"outcome undecided: {self.outcome_reason}",
+        }
+        spells = ", ".join(f"{first} to {last}" if first != last else f"{first}" for first, last in self.recovered)
+        back = f"recovered after epoch {spells}" if spells and self.outcome == "robust" else ""
+        return lost.get(self.outcome or "", back)
 
     @property
     def state(self) -> str:
@@ -85,9 +97,9 @@ class RunRecord:
 
     def text(self, folder: Path) -> str:
         """The lines that `moat train` ends with."""
-        collapse = f"  ({self.collapse})" if self.kept_epoch else f"  {self.collapse}" if self.collapse else ""
+        remark = f"  ({self.remark})" if self.kept_epoch else f"  {self.remark}" if self.remark else ""
         accuracy = [f"{name} {percent(self.final[name])} %" for name in WATCHED] if self.final else []
-        first = f"{self.state}: {'  '.join(accuracy)}{collapse}" if accuracy else self.state
+        first = f"{self.state}: {'  '.join(accuracy)}{remark}" if accuracy else self.state
         return f"{first}\n{self.cost_and_place(folder)}"
 
     def html(self, folder: Path) -> str:
@@ -97,7 +109,7 @@ class RunRecord:
             images = self.final["images"]
             shares = {name: self.final[name] for name in WATCHED}
             rows = [(name, percent(one), percent_range(wilson(one * images, images))) for name, one in shares.items()]
-        lines = [Line(self.collapse, alert=True)] if self.collapse else []
+        lines = [Line(self.remark, alert=True)] if self.remark else []
         lines += [Line(self.setting), Line(self.cost_and_place(folder))]
         return Sheet(self.state, ("attack", "accuracy %", "95 %"), rows, lines).html()
 

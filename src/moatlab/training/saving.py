@@ -8,6 +8,7 @@ from moatlab.runtime import distributed
 from moatlab.runtime.errors import NotWritten
 from moatlab.training.checkpoint import Progress, Weights, environment_of, save_checkpoint
 from moatlab.training.logbook import Logbook
+from moatlab.training.outcome import Verdict
 from moatlab.training.run_folder import RunFolder, RunRecord
 from moatlab.training.setup import Session
 
@@ -20,7 +21,7 @@ class Saver:
         self.environment = environment_of(session)
         self.model: str | None = None  # checksum in the model's file
         self.final: dict[str, Any] | None = None  # accuracies on the test images
-        self.collapsed_at: int | None = None
+        self.verdict: Verdict | None = None
 
     def save(self, good: Weights | None, status: str, message: str | None = None) -> RunRecord | None:
         """If the disk is full, a running run continues and keeps its last checkpoint."""
@@ -61,9 +62,10 @@ class Saver:
             cycle=str(session.method),
             epochs=recipe.epochs,
             steps_per_epoch=session.steps_per_epoch,
-            setting=recipe.setting,
+            setting=session.setting,
             planned=session.method.cost(recipe.epochs).as_dict(),
             counted=progress.cost.as_dict(session.steps_per_epoch),
+            flops=progress.cost.flops(session.step_flops),
             data={**source, **sizes, "classes": len(images.classes), **watched},
             environment=self.environment,
             steps_done=progress.step,
@@ -74,7 +76,10 @@ class Saver:
             best={"epoch": progress.best_epoch or 0, "pgd7": progress.best_pgd7} if best else None,
             model=self.model,
             metrics=self.folder.metrics_sha256 if status == "finished" else None,
-            collapsed_at=self.collapsed_at,
+            outcome=self.verdict.outcome if self.verdict else None,
+            outcome_reason=self.verdict.reason if self.verdict else "",
+            collapsed_at=self.verdict.collapsed_at if self.verdict else None,
+            recovered=self.verdict.recovered if self.verdict else [],
             alarms=progress.alarms,
             kept_epoch=progress.kept_epoch,
             skipped_steps=progress.skipped,

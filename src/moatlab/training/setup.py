@@ -12,9 +12,10 @@ from moatlab.attacks.probe import evaluating
 from moatlab.data.batches import Batches
 from moatlab.data.images import Images, as_floats
 from moatlab.methods.context import Context
+from moatlab.methods.flops import counting_flops
 from moatlab.methods.language import Stage, parse_method
+from moatlab.models.flops import stem_for
 from moatlab.models.outputs import check_logits
-from moatlab.models.preact_resnet import stem_for
 from moatlab.models.pretrained import load_pretrained
 from moatlab.models.registry import BUILT_IN, build_model
 from moatlab.runtime import distributed
@@ -24,7 +25,7 @@ from moatlab.runtime.errors import UserError, adding_to_errors, users_code
 from moatlab.runtime.randomness import generator, key
 from moatlab.training.optimizer import OPTIMIZERS
 from moatlab.training.recipe import Recipe
-from moatlab.training.schedules import SCHEDULES, ramp
+from moatlab.training.schedules import SCHEDULES, cycled_momentum, ramp
 
 TRAIN_SAMPLE = 1000  # training images watched if none are held out
 
@@ -59,7 +60,8 @@ class Session:
         # The model in the precision of training, and `forward`: the same with gradients averaged over all processes.
         self.trained_model = self.model if self.precision == "fp32" else Autocast(self.model, self.precision)
         two = as_floats(self.watched_x[:1]).expand(2, -1, -1, -1)
-        check_model(self.trained_model, recipe, two, classes, by_name=model is None)
+        flops = check_model(self.trained_model, recipe, two, classes, by_name=model is None)
+        self.step_flops = recipe.batch_size * flops  # of one forward
         self.forward = distributed.sharing_gradients(self.trained_model, device)
         settings = {"lr": recipe.lr, "momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
         self.optimizer = OPTIMIZERS[recipe.optimizer](self.model.parameters(), **settings)
@@ -85,6 +87,11 @@ class Session:
         full = full_precision() if self.precision == "fp32" else nullcontext()
         with full, same_bits(strict=strict) if strict or self.device.type == "cpu" else nullcontext():
             yield
+
+    @property
+    def setting(self) -> str:
+        """The recipe's, with the precision that `auto` chose."""
+        return self.recipe.setting + (f", {self.precision}" if self.recipe.precision == "auto" else "")
 
     def stage_at(self, step: int, replaced: bool = False) -> Stage:
         """The stage of a step, by the recipe's method or, if `replaced` after a collapse, by `then`."""
@@ -120,6 +127,10 @@ class Session:
         schedule = SCHEDULES[recipe.schedule]
         rate = schedule(step, epochs=recipe.epochs, steps_per_epoch=self.steps_per_epoch, peak=recipe.lr)
         return ramp(step, recipe.warmup * self.steps_per_epoch) * rate
+
+    def momentum(self, step: int) -> float:
+        highest = self.recipe.momentum
+        return cycled_momentum(step, steps=self.total_steps, highest=highest) if self.recipe.cycle_momentum else highest
 
     def context(self, step: int) -> Context:
         """What a stage needs apart from the batch."""
@@ -173,12 +184,14 @@ def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
     return {"width": recipe.width, **variant, "mean": list(images.mean), "std": list(std)}
 
 
-def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int, *, by_name: bool) -> None:
-    """Refuse a model that does not fit its data: try two images in eval and in train mode."""
+def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int, *, by_name: bool) -> int:
+    """Refuse a model that does not fit its data: try two images in eval and in train mode. Return the floating-point
+    operations of a forward on one image."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"--model {recipe.model} has no parameters to train")
     images_of = f"images of shape {tuple(images.shape[1:])}"
-    with users_code(f"--model {recipe.model} can't take {images_of}"), torch.no_grad(), evaluating(model):
+    tried = users_code(f"--model {recipe.model} can't take {images_of}")
+    with tried, torch.no_grad(), evaluating(model), counting_flops(model) as flops:
         output = model(images)
     size = recipe.batch_size // distributed.count()
     twin = copy.deepcopy(model)  # because BatchNorm's statistics would change
@@ -196,3 +209,4 @@ def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int, 
         if idle := [name for name, gradient in zip(trained, found, strict=True) if gradient is None]:
             unused = f"--model {recipe.model}: its output does not depend on {idle[0]}"
             raise UserError(f"{unused}; call requires_grad_(False) on it to train with several processes")
+    return sum(flops) // len(images)

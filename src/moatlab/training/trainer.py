@@ -19,11 +19,12 @@ from moatlab.runtime.errors import Interrupted, NotWritten, RunFailed, users_cod
 from moatlab.runtime.randomness import key
 from moatlab.runtime.signals import Caught, signals_caught
 from moatlab.training.checkpoint import start_or_resume
-from moatlab.training.collapse import CollapsePolicy, collapsed_at
+from moatlab.training.collapse import CollapsePolicy
 from moatlab.training.logbook import Logbook, RunBar, announce
 from moatlab.training.memory import running_out
 from moatlab.training.monitor import MEASURED, measure
 from moatlab.training.nan_guard import NanGuard
+from moatlab.training.outcome import outcome_of
 from moatlab.training.recipe import Recipe
 from moatlab.training.run_folder import RunFolder, RunRecord
 from moatlab.training.saving import Saver
@@ -113,7 +114,7 @@ class Trainer:
             # Gradients of the parameters only: a stage may leave inputs in the graph.
             session.scaler.scale(loss).backward(inputs=self.guard.trained)  # type: ignore[no-untyped-call]
         mean_loss = distributed.mean(loss.detach())
-        session.optimizer.lr = session.learning_rate(step)
+        session.optimizer.lr, session.optimizer.momentum = session.learning_rate(step), session.momentum(step)
         bad = self.guard.hold_back(step, mean_loss)
         if session.scaler.is_enabled():
             session.scaler.step(session.optimizer)  # type: ignore[arg-type]  # ours have all that it reads
@@ -195,8 +196,7 @@ class Trainer:
         device, images = self.session.device, self.session.images
         measured = self.measure(images.test_x.to(device), images.test_y.to(device))
         self.saver.final = measured | {"images": len(images.test_y)}
-        checks = [(line["epoch"], line["pgd7"]) for line in self.progress.history if line["comparable"]]
-        self.saver.collapsed_at = collapsed_at(checks)
+        self.saver.verdict = outcome_of(self.progress.history, len(images.classes))
         self.log.end(self.session.recipe, measured)
 
     def measure(self, x: Tensor, y: Tensor, keep: list[Tensor] | None = None) -> dict[str, float]:
