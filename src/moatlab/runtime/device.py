@@ -67,8 +67,15 @@ def choose_precision(name: str, device: torch.device) -> str:
         raise UserError("--precision fp16 needs gradient scaling, which mps does not support; use bf16 or fp32")
     if name != "auto":
         return name
-    # torch.cuda.is_bf16_supported() also returns True for GPUs that emulate it.
-    return "bf16" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
+    return "bf16" if has_fast_bf16(device) else "fp32"
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether the device has instructions for bfloat16; others emulate it, slowly."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    has = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
 
 
 class Autocast(nn.Module):
