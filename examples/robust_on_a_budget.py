@@ -48,7 +48,7 @@ METHODS = ["standard", "fast", "imoat:1,2,3", "pgd:7"]
 epochs = {}
 for spec in METHODS:
     method = moatlab.parse_method(spec)
-    step = len(method.stages)
+    step = len(method.slots)
     affordable = [n for n in range(step, 100, step) if method.cost(n).passes <= BUDGET]
     epochs[spec] = max(affordable)
     print(f"{spec:<12} {epochs[spec]:>3} epochs  {method.cost(epochs[spec]).passes:>4g} passes")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moatlab.data.arrays import as_images
     from moatlab.data.loading import load_images
     from moatlab.evaluation.evaluator import evaluate
-    from moatlab.methods.batches import add_stage, make_batch
+    from moatlab.methods.batches import add_stage
     from moatlab.methods.language import parse_method
     from moatlab.models.registry import load
     from moatlab.report.page import write_report
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moatlab.runtime.errors import RunFailed, UserError
     from moatlab.training.api import TrainedRun, train
     from moatlab.training.monitor import measure
+    from moatlab.training.own_loop import make_batch
     from moatlab.training.recipe import Recipe, make_recipe
 
 __all__ = ["Recipe", "RunFailed", "TrainedRun", "UserError", "add_stage", "as_images", "compare", "evaluate", "load"]
@@ -34,7 +35,8 @@ _public = lazily(
         "data.arrays": "as_images",
         "data.loading": "load_images",
         "evaluation.evaluator": "evaluate",
-        "methods.batches": "add_stage make_batch",
+        "methods.batches": "add_stage",
+        "training.own_loop": "make_batch",
         "methods.language": "parse_method",
         "models.registry": "load",
         "report.page": "write_report",

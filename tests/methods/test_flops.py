@@ -6,12 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from moatlab.attacks.norms import Threat
-from moatlab.methods.batches import stage_loss
+from moatlab.methods.batches import prepare_loss
 from moatlab.methods.context import Context
 from moatlab.methods.cost import DOUBLE, Cost
-from moatlab.methods.flops import counting_flops
 from moatlab.methods.language import parse_method
 from moatlab.models.flops import SHAPES, built_in_flops
+from moatlab.models.operations import counting_flops
 from moatlab.models.registry import BUILT_IN, build_model
 
 
@@ -51,7 +51,7 @@ def test_the_operations_of_a_step_are_those_that_pytorch_counts(spec):
     stage = parse_method(spec).stages[0]
     context = Context(model, model, Threat.of(8 / 255), torch.Generator().manual_seed(0), 10)
     with Counter() as counter:
-        stage_loss(stage, context, x, y).backward(inputs=list(model.parameters()))
+        prepare_loss(stage, context, x, y)().backward(inputs=list(model.parameters()))
     forward = 4 * built_in_flops("preact_resnet18", width=16, stem="3x3", shape=(3, 16, 16), classes=10)
     assert stage.step_cost.flops(forward) == pytest.approx(counter.total, rel=0.02)
 

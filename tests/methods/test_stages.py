@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moatlab.attacks.alignment import misalignment
 from moatlab.attacks.norms import Threat
-from moatlab.methods.batches import stage_loss
+from moatlab.methods.batches import prepare_loss
 from moatlab.methods.context import Context
 from moatlab.methods.language import parse_method
 from moatlab.methods.stages import STAGES
-from moatlab.methods.stages.regularised import gradalign, misalignment
+from moatlab.methods.stages.regularised import gradalign
 from models_for_tests import Linear, small_network
 
 EPS = 8 / 255
@@ -204,7 +205,7 @@ def test_kim_attacks_in_eval_mode_whatever_the_recipe_says():
     for bn in ("train", "eval"):
         model = small_network()
         x, y = images(), labels()
-        stage_loss(parse_method("kim:3").stages[0], context(model, bn=bn), x, y)
+        prepare_loss(parse_method("kim:3").stages[0], context(model, bn=bn), x, y)()
         assert model[1].num_batches_tracked == 1
 
 
@@ -272,7 +273,7 @@ def test_a_stage_leaves_the_model_as_it_found_it(spec, bn):
     before = [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
     random_state = torch.get_rng_state()
     weights = copy.deepcopy([p.detach() for p in model.parameters()])
-    stage_loss(parse_method(spec).stages[0], context(model, bn=bn), x, y)
+    prepare_loss(parse_method(spec).stages[0], context(model, bn=bn), x, y)()
     assert ([m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]) == before
     assert all((p.grad == 2.0).all() for p in model.parameters() if p.requires_grad)
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
@@ -287,7 +288,7 @@ def test_batchnorm_statistics_move_with_attack_passes_only_in_train_mode(spec):
     in_eval_mode = 3 if spec.startswith("gradalign") else 1  # its regulariser is always in train mode
     for bn, moves in (("train", MOVES_IN_TRAIN_MODE[spec]), ("eval", in_eval_mode)):
         model = small_network()
-        stage_loss(parse_method(spec).stages[0], context(model, bn=bn), images(), labels())
+        prepare_loss(parse_method(spec).stages[0], context(model, bn=bn), images(), labels())()
         assert model[1].num_batches_tracked == moves
 
 
@@ -295,7 +296,7 @@ def test_the_model_is_as_found_even_when_the_attack_fails():
     model = small_network()
     model(images())
     with pytest.raises(IndexError):
-        stage_loss(parse_method("fgsm").stages[0], context(model, bn="eval"), images(), labels() + 100)
+        prepare_loss(parse_method("fgsm").stages[0], context(model, bn="eval"), images(), labels() + 100)()
     assert all(m.training for m in model.modules())
     assert all(p.requires_grad for p in model.parameters())
 
@@ -311,7 +312,7 @@ def test_no_stage_waits_for_its_device(spec, norm):
     x = torch.empty(SHAPE, device="meta").contiguous(memory_format=torch.channels_last)
     y = torch.empty(SHAPE[0], dtype=torch.int64, device="meta")
     (stage,) = parse_method(spec).stages
-    loss = stage_loss(stage, Context(model, model, Threat(norm, EPS), draws(), CLASSES), x, y)
+    loss = prepare_loss(stage, Context(model, model, Threat(norm, EPS), draws(), CLASSES), x, y)()
     loss.backward()
     assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
     with pytest.raises(RuntimeError):

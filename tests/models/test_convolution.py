@@ -143,3 +143,17 @@ def test_few_channels_and_single_pixels_are_left_to_pytorch():
     assert not Conv2d(32, 64, 3).by_patches
     assert not Conv2d(64, 64, 1).by_patches
     assert Conv2d(64, 64, 3).by_patches
+
+
+@pytest.mark.parametrize(("stride", "side"), [(2, 1), (1, 1), (2, 2)])
+def test_the_weight_gradient_in_bfloat16_is_right_on_the_smallest_images(stride, side):
+    """oneDNN leaves that of a strided convolution of 1x1 images uninitialised."""
+    torch.manual_seed(0)
+    convolve, x = Conv2d(16, 16, 3, stride, 1), torch.randn(8, 16, side, side)
+    (expected,) = torch.autograd.grad(convolve(x).sum(), convolve.weight)
+    for _ in range(3):
+        junk = [torch.full((100_003,), torch.nan) for _ in range(3)]  # in memory that is used again
+        del junk
+        with torch.autocast("cpu", torch.bfloat16):
+            (found,) = torch.autograd.grad(convolve(x).float().sum(), convolve.weight)
+        assert torch.allclose(found, expected, atol=0.05 * float(expected.abs().max()))

@@ -17,7 +17,7 @@ from moatlab.attacks.norms import Threat, distance
 from moatlab.data.batches import Batches
 from moatlab.data.loading import load_images
 from moatlab.evaluation.target import model_sha256
-from moatlab.methods.batches import stage_loss
+from moatlab.methods.batches import prepare_loss
 from moatlab.methods.context import Context
 from moatlab.methods.language import Stage
 from moatlab.methods.stages import STAGES
@@ -280,7 +280,7 @@ def test_stages_stay_inside_the_l2_ball(stage):
     name, _, value = stage.partition(":")
     only = Stage(name, (float(value) if name == "gradalign" else int(value or 3),) if value or name == "kim" else ())
     context = Context(model, forward, Threat("l2", 0.3), torch.Generator().manual_seed(1), 5)
-    stage_loss(only, context, x, y)
+    prepare_loss(only, context, x, y)()
     (made,) = seen
     assert float(distance(made - x, "l2").max()) <= 0.3 + 1e-5
     assert float(made.min()) >= 0

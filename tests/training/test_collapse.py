@@ -39,7 +39,15 @@ def told(monkeypatch):
 @pytest.fixture
 def small(tiny):
     def recipe(method="fgsm", **options):
-        fields = {"data": str(tiny), "width": 8, "epochs": 6, "batch_size": 32, "holdout": 16, "lr": 0.05}
+        fields = {
+            "precision": "fp32",
+            "data": str(tiny),
+            "width": 8,
+            "epochs": 6,
+            "batch_size": 32,
+            "holdout": 16,
+            "lr": 0.05,
+        }
         return make_recipe(method, preset="laptop", **(fields | options))
 
     return recipe

@@ -32,7 +32,7 @@ def _apart(tmp_path, monkeypatch):
 @pytest.fixture
 def small(tiny):
     def recipe(method="moat:2", **options):
-        fields = {"data": str(tiny), "width": 8, "epochs": 3, "batch_size": 8, "holdout": 16}
+        fields = {"precision": "fp32", "data": str(tiny), "width": 8, "epochs": 3, "batch_size": 8, "holdout": 16}
         return make_recipe(method, preset="laptop", **(fields | options))
 
     return recipe
@@ -157,17 +157,17 @@ def test_a_warm_up_multiplies_the_schedule(small):
 
 def test_the_radius_grows_in_training_and_is_whole_in_the_monitor(small, tmp_path, monkeypatch):
     trained, measured = [], []
-    stage_loss, measure = batches.stage_loss, trainer.measure
+    prepare_loss, measure = batches.prepare_loss, trainer.measure
 
     def noting(stage, context, x, y):
         trained.append(context.eps)
-        return stage_loss(stage, context, x, y)
+        return prepare_loss(stage, context, x, y)()
 
     def measuring(*arguments, **options):
         measured.append(options["eps"])
         return measure(*arguments, **options)
 
-    monkeypatch.setattr(trainer, "stage_loss", noting)
+    monkeypatch.setattr(trainer, "prepare_loss", noting)
     monkeypatch.setattr(trainer, "measure", measuring)
     train(small("fgsm", eps="8/255", eps_warmup=2, epochs=3), tmp_path / "run")
     assert trained == pytest.approx([8 / 255 * min(1, (step + 1) / 16) for step in range(24)])

@@ -25,7 +25,15 @@ def small(tiny):
     """5 steps an epoch."""
 
     def recipe(method="standard", **options):
-        fields = {"data": str(tiny), "width": 8, "epochs": 2, "batch_size": 16, "holdout": 0, "lr": 0.05}
+        fields = {
+            "precision": "fp32",
+            "data": str(tiny),
+            "width": 8,
+            "epochs": 2,
+            "batch_size": 16,
+            "holdout": 0,
+            "lr": 0.05,
+        }
         return make_recipe(method, preset="laptop", **(fields | options))
 
     return recipe

@@ -65,6 +65,12 @@ class Threat:
         length = per_image(distance(delta, "l2"))
         return (x + delta / (length + TINY) * length.clamp(max=self.eps)).clamp_(0, 1)
 
+    def clip(self, delta: Tensor) -> Tensor:
+        """A perturbation projected onto the ball alone."""
+        if self.norm == "linf":
+            return delta.clamp(-self.eps, self.eps)
+        return delta * (self.eps / per_image(distance(delta, "l2")).clamp(min=self.eps))
+
     def steepest(self, gradient: Tensor) -> Tensor:
         """The steepest ascent direction of norm one: the gradient's sign (L-inf) or its unit vector (L2)."""
         return gradient.sign() if self.norm == "linf" else unit(gradient, "l2")

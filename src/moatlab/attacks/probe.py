@@ -26,6 +26,7 @@ class Probe:
     batch_size: int | None = None  # the largest; images are split evenly
     memory_format: torch.memory_format = torch.preserve_format  # of the model's input
     inference_mode: bool = False
+    twice: bool = True  # pass a single image twice: convolutions round differently for a batch of one
     tick: Callable[[], None] = lambda: None  # called after each batch; may raise
     forwards: int = field(default=0, init=False)  # images
     gradients: int = field(default=0, init=False)
@@ -60,9 +61,8 @@ class Probe:
         yield from zip(*(tensor.tensor_split(max(batches, 1)) for tensor in tensors), strict=True)
 
     def _call(self, x: Tensor) -> Tensor:
-        """In eval mode a single image is passed twice: convolutions round differently for a batch of one."""
         count = len(x)
-        if count == 1 and not self.model.training:
+        if count == 1 and self.twice and not self.model.training:
             x = x.expand(2, *x.shape[1:])
         if self.memory_format is not torch.preserve_format:
             x = x.contiguous(memory_format=self.memory_format)

@@ -12,7 +12,7 @@ import click
 from moatlab.cli import options as shared
 from moatlab.cli.measuring import bench_command, eval_command, verify_command
 from moatlab.cli.publishing import export_command, report_command, reproduce_command
-from moatlab.cli.tools import completion_command, data_group, env_command
+from moatlab.cli.tools import completion_command, data_group, env_command, methods_command
 from moatlab.cli.training import compare_command, demo_command, plan_command, train_command
 from moatlab.runtime import console, distributed
 from moatlab.runtime.environment import keep_freed_memory
@@ -56,7 +56,7 @@ for commands in (
     (train_command, plan_command, compare_command, demo_command),
     (eval_command, verify_command, bench_command),
     (reproduce_command, report_command, export_command),
-    (data_group, env_command, completion_command),
+    (methods_command, data_group, env_command, completion_command),
 ):
     for command in commands:
         cli.add_command(command)

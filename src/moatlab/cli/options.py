@@ -53,7 +53,9 @@ data_dir_option = click.option(
 trust_help = "Run model code that a file from elsewhere names."
 trust_option = click.option("--trust-model-code", is_flag=True, callback=_importable, help=trust_help)
 on_option = click.option("--on", metavar="ray[:ADDRESS]", help="Run on a Ray cluster, local or at ADDRESS.")
-which_option = click.option("--which", type=click.Choice(["last", "best"]), default="last", help="Epoch of the run.")
+which_option = click.option(
+    "--which", type=click.Choice(["last", "best", "average"]), default="last", help="Weights of the run."
+)
 device_option = click.option("--device", default="auto", callback=_device, help="auto, cpu, cuda, cuda:1 or mps")
 threads_help = "CPU threads; affects the last bits  [default: OMP_NUM_THREADS or all cores]"
 threads_option = click.option("--threads", type=click.IntRange(1, 1024), help=threads_help)
@@ -61,10 +63,11 @@ model_option = functools.partial(click.option, "--model", callback=_importable)
 
 GROUPS = {
     "Data and model": "data data_dir image_size stream augment holdout "
-    "model width stem shortcut final_norm std init trust_model_code",
+    "model width stem shortcut final_norm activation dropout std init trust_model_code",
     "Threat model": "eps eps_warmup norm bn_in_attack",
-    "Optimisation": "epochs optimizer schedule warmup lr momentum cycle_momentum weight_decay batch_size",
-    "Monitoring": "monitor monitor_every monitor_images on_collapse then on_nan",
+    "Optimisation": "epochs optimizer schedule warmup lr momentum cycle_momentum weight_decay batch_size "
+    "average average_decay label_smoothing awp",
+    "Monitoring": "monitor monitor_every monitor_images on_collapse check_every then on_nan",
     "Machine": "seed threads device precision deterministic on",
 }
 

@@ -1,10 +1,48 @@
-"""Commands about the machine: `moat data`, `env` and `completion`."""
+"""Commands that tell what there is: `moat methods`, `data`, `env` and `completion`."""
 
 from pathlib import Path
 
 import click
 
 from moatlab.cli import options as shared
+
+
+def describe_stages() -> list[dict[str, str]]:
+    """Every stage as text: usage, passes per epoch, source and use."""
+    from moatlab.methods.stages import STAGES
+
+    found = []
+    for name, entry in STAGES.items():
+        argument = entry.argument
+        given = [argument.symbol if argument.default is None else f"[{argument.symbol}]"] if argument else []
+        given += [f"[{one}={'' if value.default is None else value.default}]" for one, value in entry.named.items()]
+        usage = name + (":" + ",".join(given) if given else "")
+        first, second = (entry.cost(value).passes for value in (4, 5))  # linear in the argument
+        passes, rest = f"{first:g}", first - 4 * (second - first)
+        if argument and second != first:
+            factor = "" if second - first == 1 else f"{second - first:g} "
+            passes = f"{factor}{argument.symbol}" + (f" + {rest:g}" if rest else "")
+        found.append({"name": name, "usage": usage, "passes": passes, "source": entry.source, "use": entry.use})
+    return found
+
+
+@click.command("methods")
+@shared.json_option
+def methods_command(as_json: bool) -> None:
+    """List every stage: its arguments, passes per epoch, source, and when to use it.
+
+    \b
+    moat train "mixup | liet | pgd:2"             a cycle, one stage per epoch
+    moat train "nfgsm > nfgsm > pgd:5"            another stage in each third of the run
+    moat train trades:10,beta=6                   arguments by name
+    """
+    stages = describe_stages()
+    if as_json:
+        shared.print_json({"stages": stages})
+        return
+    for stage in stages:
+        click.echo(f"{stage['usage']:<28}{stage['passes']:>11} passes  {stage['source']}\n{'':<28}{stage['use']}")
+    click.echo("moat:K is mixup | fast | pgd:K, and imoat:K1,K2,K3 is mixup | fast | pgd:K1>K2>K3")
 
 
 @click.group("data")

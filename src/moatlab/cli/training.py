@@ -103,7 +103,6 @@ def plan_command(as_json: bool, measure: bool, threads: int | None, device: str,
 
     recipe = make_recipe(**options, trust_model_code=True)  # imports nothing
     parsed, epochs = recipe.parsed_method, recipe.epochs
-    cost = parsed.cost(epochs).as_dict()
     images = find_sizes(recipe.data, recipe.image_size)
     count = images.train - recipe.holdout
     steps = count // recipe.batch_size
@@ -113,7 +112,8 @@ def plan_command(as_json: bool, measure: bool, threads: int | None, device: str,
     if recipe.data not in KNOWN_SIZES:
         named = not recipe.names_code or options["model"] is not None  # a file's code is not imported
         own = describe_own(recipe, images, (device, threads) if measure and named else None)
-    flops = recipe.planned_flops(images)
+    flops, work = recipe.planned_flops(images), recipe.planned_work(steps, recipe.batch_size, images.classes)
+    cost = work.as_dict(steps * recipe.batch_size)
     if as_json:
         sizes = {"method": recipe.method, "epochs": epochs, "steps_per_epoch": steps}
         shared.print_json({**sizes, **cost, "flops": flops, **own})

@@ -136,18 +136,21 @@ def image_size_for(data: str, own_data: Any, description: dict[str, Any]) -> int
 
 
 def card_path(run: Path, which: str) -> Path:
-    return run / (RunFile.CARD if which == "last" else RunFile.BEST_CARD)
+    return run / {"last": RunFile.CARD, "best": RunFile.BEST_CARD, "average": RunFile.AVERAGE_CARD}[which]
 
 
 def weights_file(target: Path, which: str) -> Path:
     if not target.is_dir():
         return target
-    path = target / {"last": RunFile.MODEL, "best": RunFile.BEST_MODEL}[which]
+    path = target / {"last": RunFile.MODEL, "best": RunFile.BEST_MODEL, "average": RunFile.AVERAGE_MODEL}[which]
     if path.exists():
         return path
     if (target / RunFile.RECORD).exists():
-        best = "a best epoch is kept only with --holdout images; use --which last"
-        reason = "it was deleted; start the run again with --resume" if which == "last" else best
+        reason = {
+            "last": "it was deleted; start the run again with --resume",
+            "best": "a best epoch is kept only with --holdout images; use --which last",
+            "average": "weights are averaged only with --average; use --which last",
+        }[which]
         raise UserError(f"the run {target} has no {path.name}: {reason}")
     inside = sorted(target.glob(f"*/{RunFile.MODEL}"))
     hint = f"; did you mean {inside[0].parent}?" if inside else "; name the folder of a run, such as runs/NAME"

@@ -16,6 +16,7 @@ from moatlab.models.convolution import Conv2d
 from moatlab.models.flops import STEMS
 
 Channels: TypeAlias = Sequence[float]  # one number per channel
+ACTIVATIONS = ("relu", "silu")
 
 
 def first_convolution(inputs: int, outputs: int, stem: str) -> Conv2d:
@@ -40,11 +41,28 @@ class Normalize(nn.Module):
         return torch.addcmul(self.shift, x, self.scale)
 
 
-class PreActBlock(nn.Module):
-    """Batch norm, ReLU and 3x3 convolution, twice; a bottleneck has three, of 1x1, 3x3 and 1x1."""
+class Activation(nn.Module):
+    """ReLU or SiLU, then dropout at a rate that training sets."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, shortcut: str, bottleneck: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
+        if kind not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}")
+        self.kind, self.dropout = kind, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(x, inplace=True) if self.kind == "relu" else F.silu(x)
+        return F.dropout(x, self.dropout) if self.dropout and self.training else x
+
+
+class PreActBlock(nn.Module):
+    """Batch norm, activation and 3x3 convolution, twice; a bottleneck has three, of 1x1, 3x3 and 1x1."""
+
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, shortcut: str, bottleneck: bool, activation: str
+    ) -> None:
+        super().__init__()
+        self.activation = Activation(activation)
         inside = outputs // 4 if bottleneck else outputs
         self.bn1 = nn.BatchNorm2d(inputs)
         self.conv1 = Conv2d(inputs, inside, 1) if bottleneck else Conv2d(inputs, inside, 3, stride, padding=1)
@@ -61,13 +79,13 @@ class PreActBlock(nn.Module):
         self.shortcut = Conv2d(inputs, outputs, 1, stride // self.sliced) if changes_shape else None
 
     def forward(self, x: Tensor) -> Tensor:
-        activation = F.relu(self.bn1(x), inplace=True)
+        activation = self.activation(self.bn1(x))
         if self.shortcut is not None:
             x = activation if self.shortcut_sees_activation else x
             x = self.shortcut(x[:, :, :: self.sliced, :: self.sliced] if self.sliced > 1 else x)
-        inside = self.conv2(F.relu(self.bn2(self.conv1(activation)), inplace=True))
+        inside = self.conv2(self.activation(self.bn2(self.conv1(activation))))
         if self.bottleneck:
-            inside = self.conv3(F.relu(self.bn3(inside), inplace=True))
+            inside = self.conv3(self.activation(self.bn3(inside)))
         return x + inside  # type: ignore[no-any-return]
 
 
@@ -87,6 +105,7 @@ class PreActResNet(nn.Module):
         stem: str = "3x3",
         shortcut: str = "activated",
         final_norm: bool = True,
+        activation: str = "relu",
         mean: Channels = (0.0, 0.0, 0.0),
         std: Channels = (1.0, 1.0, 1.0),
     ) -> None:
@@ -99,16 +118,17 @@ class PreActResNet(nn.Module):
             outputs = width * 2**stage * (4 if bottleneck else 1)
             for number in range(count):
                 stride = 2 if stage > 0 and number == 0 else 1
-                blocks.append(PreActBlock(channels, outputs, stride, shortcut, bottleneck))
+                blocks.append(PreActBlock(channels, outputs, stride, shortcut, bottleneck, activation))
                 channels = outputs
         self.blocks = nn.Sequential(*blocks)
         self.bn = nn.BatchNorm2d(channels) if final_norm else None
+        self.activation = Activation(activation)
         self.linear = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks(self.conv1(self.normalize(x)))
         if self.bn is not None:
-            x = F.relu(self.bn(x), inplace=True)
+            x = self.activation(self.bn(x))
         return self.linear(F.adaptive_avg_pool2d(x, 1).flatten(1))  # type: ignore[no-any-return]
 
 

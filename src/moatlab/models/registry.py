@@ -23,7 +23,15 @@ BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     "wide_resnet28_10": partial(PreActResNet, (4, 4, 4), first=16, width=160),
     "wide_resnet34_10": partial(PreActResNet, (5, 5, 5), first=16, width=160),
 }
-ARGUMENTS = ("width", "stem", "shortcut", "final_norm", "mean", "std")  # of a built-in model; a ResNet has no variants
+ARGUMENTS = (
+    "width",
+    "stem",
+    "shortcut",
+    "final_norm",
+    "activation",
+    "mean",
+    "std",
+)  # of a built-in model; a ResNet has no variants
 LARGEST = 2000  # width and classes: a file may name any number, and more would not fit into memory
 
 

@@ -4,12 +4,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moatlab.models.convolution import Conv2d
-from moatlab.models.preact_resnet import Channels, Normalize, first_convolution
+from moatlab.models.preact_resnet import Activation, Channels, Normalize, first_convolution
 
 
 class Block(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, activation: str) -> None:
         super().__init__()
+        self.activation = Activation(activation)
         self.conv1 = Conv2d(inputs, outputs, 3, stride, padding=1)
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = Conv2d(outputs, outputs, 3, padding=1)
@@ -19,8 +20,8 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(Conv2d(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        inside = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        return F.relu(self.bn2(self.conv2(inside)) + self.shortcut(x))
+        inside = self.activation(self.bn1(self.conv1(x)))
+        return self.activation(self.bn2(self.conv2(inside)) + self.shortcut(x))  # type: ignore[no-any-return]
 
 
 class ResNet18(nn.Module):
@@ -30,6 +31,7 @@ class ResNet18(nn.Module):
         classes: int,
         width: int = 64,
         stem: str = "3x3",
+        activation: str = "relu",
         mean: Channels = (0.0, 0.0, 0.0),
         std: Channels = (1.0, 1.0, 1.0),
     ) -> None:
@@ -37,13 +39,14 @@ class ResNet18(nn.Module):
         self.normalize = Normalize(mean, std)
         self.conv1 = first_convolution(len(mean), width, stem)
         self.bn1 = nn.BatchNorm2d(width)
+        self.activation = Activation(activation)
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         blocks = []
         for inputs, outputs, stride in zip(widths, widths[1:], (1, 2, 2, 2), strict=False):
-            blocks += [Block(inputs, outputs, stride), Block(outputs, outputs, 1)]
+            blocks += [Block(inputs, outputs, stride, activation), Block(outputs, outputs, 1, activation)]
         self.blocks = nn.Sequential(*blocks)
         self.linear = nn.Linear(8 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(self.normalize(x))), inplace=True)
+        x = self.activation(self.bn1(self.conv1(self.normalize(x))))
         return self.linear(F.adaptive_avg_pool2d(self.blocks(x), 1).flatten(1))  # type: ignore[no-any-return]

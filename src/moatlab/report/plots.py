@@ -60,7 +60,7 @@ def plot_pgd7(path: Path, histories: dict[str, Lines], events: dict[str, Lines],
     a cycle, so a bold line joins the ends of cycles. A cross marks a collapse alarm, a ring the recovery."""
     figure, (axes,) = _figure(7, 4.2)
     for (spec, lines), colour in zip(histories.items(), cycle(COLOURS), strict=False):
-        in_cycles = len(parse_method(spec).stages) > 1
+        in_cycles = len(parse_method(spec).slots) > 1
         if in_cycles:
             axes.plot(*_curve(lines, "pgd7"), linewidth=1, alpha=0.35, color=colour)
         label = f"{spec} (bold: ends of cycles)" if in_cycles else spec

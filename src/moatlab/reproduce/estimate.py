@@ -43,7 +43,8 @@ def estimate_run(recipe: Recipe, machine: Machine, images: Sizes) -> Estimate:
     sample = min(TRAIN_SAMPLE, images.train - recipe.holdout)
     watched = {"holdout": recipe.holdout, "train": sample, "test": images.test}[recipe.monitor]
     watched = min(watched, recipe.monitor_images or watched) * -(-recipe.epochs // recipe.monitor_every)
-    passes = recipe.parsed_method.cost(recipe.epochs).passes * trained
+    steps = trained // recipe.batch_size
+    passes = recipe.planned_work(steps, recipe.batch_size, images.classes).passes
     return Estimate(a_pass * (passes + PASSES * (watched + images.test)), needed, free)
 
 

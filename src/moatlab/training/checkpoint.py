@@ -52,6 +52,7 @@ class Progress:
     alarmed: bool = False
     replaced: bool = False  # --then is the method, until recovery (heal) or to the end (rollback)
     stopped: bool = False  # --on-collapse stop has ended the run
+    checks: list[tuple[int, float]] = field(default_factory=list)  # --check-every: step, pgd7 accuracy
 
 
 COMMENT = b"sha256 "
@@ -67,6 +68,8 @@ def save_checkpoint(folder: RunFolder, session: Session, progress: Progress, goo
         "good": good,
         "optimizer": [session.optimizer.state.get(p, []) for p in session.model.parameters()],
         "scaler": session.scaler.state_dict(),
+        "average": session.average.model.state_dict() if session.average else None,
+        "memory": session.memory,
         "progress": asdict(progress),
     }
     buffer = io.BytesIO()
@@ -102,6 +105,11 @@ def load_checkpoint(path: Path, session: Session, identity: str) -> tuple[Progre
         states = {parameter: laid_out_like(new[parameter], read) for parameter, read in pairs if parameter in new}
         progress = Progress(**state | costs)
         set_weights(session.model, content["model"], path)
+        if session.average:
+            set_weights(session.average.model, content["average"], path)
+        session.memory |= {
+            name: kept.to(session.device) if kept.dim() else kept for name, kept in content["memory"].items()
+        }
         session.scaler.load_state_dict(content["scaler"])
         session.optimizer.state |= states
     except (*UNREADABLE, pickle.UnpicklingError) as error:
@@ -119,10 +127,14 @@ def laid_out_like(new: list[Tensor], read: list[Tensor]) -> list[Tensor]:
 def start_or_resume(session: Session, folder: RunFolder) -> tuple[Progress, Weights | None]:
     """Resume if the folder has a checkpoint, else start. The first process does it; the others copy its state."""
     begin = _resume if folder.checkpoints else _start
-    progress, good, scale = distributed.from_first(lambda: (*begin(session, folder), session.scaler.state_dict()))
+    loaded = distributed.from_first(lambda: (*begin(session, folder), session.scaler.state_dict(), session.memory))
+    progress, good, scale, memory = loaded
     session.scaler.load_state_dict(scale)
+    session.memory |= {name: kept.to(session.device) if kept.dim() else kept for name, kept in memory.items()}
     states = [tensor for tensors in session.optimizer.state.values() for tensor in tensors]
-    distributed.copy_from_first([*session.model.parameters(), *session.model.buffers(), *states])
+    models = [session.model] + ([session.average.model] if session.average else [])
+    weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    distributed.copy_from_first([*weights, *states])
     return progress, good
 
 

@@ -7,6 +7,8 @@ from moatlab.training.logbook import Logbook
 from moatlab.training.outcome import judge
 from moatlab.training.setup import Session
 
+FALL = 0.10  # of pgd7 accuracy between checks within an epoch
+
 
 class CollapsePolicy:
     """Carries out --on-collapse at catastrophic overfitting, and at the recovery from it."""
@@ -28,7 +30,7 @@ class CollapsePolicy:
             if progress.alarmed:
                 progress.alarmed = False
                 # After a second collapse a third is likely: heal to the end.
-                if recipe.on_collapse == "heal" and len(progress.alarms) == 1:
+                if recipe.on_collapse == "heal" and not recipe.check_every and len(progress.alarms) == 1:
                     progress.replaced = False
                 method = self.session.then if progress.replaced else self.session.method
                 resumes = f"; continuing with {method}" if recipe.on_collapse == "heal" else ""
@@ -43,6 +45,18 @@ class CollapsePolicy:
             what = f"robustness collapsed at epoch {epoch}: {shown}, alignment {now['alignment']:.2f}"
             self.log.event("collapse", f"{what}; {self._act()}", **facts, action=recipe.on_collapse)
 
+    def check(self, accuracy: float) -> None:
+        """A check between epochs (Li et al., 2020): after a fall of ten points, or to half of the best, multi-step
+        updates until the next check that is good."""
+        progress, then = self.progress, self.session.then
+        progress.checks.append((progress.step, accuracy))
+        best = max(pgd7 for _, pgd7 in progress.checks)
+        low = accuracy < max(best - FALL, best / 2)
+        if low and not progress.replaced:
+            fell = f"pgd7 fell to {100 * accuracy:.1f} % (best {100 * best:.1f} %) at step {progress.step}"
+            self.log.event("burst", f"{fell}; training with {then} until the next check", pgd7=accuracy, best_pgd7=best)
+        progress.replaced = low
+
     def _act(self) -> str:
         """Carry out the policy, and return a description of it."""
         progress, recipe, policy = self.progress, self.session.recipe, self.session.recipe.on_collapse
@@ -55,6 +69,9 @@ class CollapsePolicy:
                 return "ended; no earlier epoch was good"
             progress.kept_epoch = progress.good_epoch
             return f"ended with the model of epoch {progress.good_epoch}"
+        if recipe.check_every:
+            progress.alarmed = True
+            return f"checks every {recipe.check_every} steps act on it"
         progress.replaced = True
         if policy == "heal":
             progress.alarmed = True

@@ -33,9 +33,10 @@ class Logbook:
         measured = ["-"] * 4
         if line["pgd7"] is not None:
             measured = [f"{100 * line[name]:.1f}" for name in ("clean", "fgsm", "pgd7")] + [f"{line['alignment']:.2f}"]
-        work = [f"{line['passes']:g}", f"{line['train_seconds']:.1f}", f"{line['monitor_seconds']:.1f}"]
+        work = [f"{line['passes']:.4g}", f"{line['train_seconds']:.1f}", f"{line['monitor_seconds']:.1f}"]
+        work += [f"{100 * line['pgd7_average']:>9.1f}"] if line.get("pgd7_average") is not None else []
         numbers = [f"{line['lr']:.4f}", f"{line['loss']:.3f}", *measured, *work]
-        console.note(ROW.format(line["epoch"], line["stage"], *numbers))
+        console.note(ROW.format(line["epoch"], line["stage"][:10], *numbers) + " ".join(["", *numbers[9:]]))
         if find_spec("tensorboard") and distributed.is_first():
             self._to_board(lambda: self._show(line, examples))
 
@@ -91,14 +92,15 @@ class RunBar(console.Bar):
         self.per_image = PASSES / (session.steps_per_epoch * recipe.batch_size)  # of the monitor
         checks = sum(map(session.is_watched, range(recipe.epochs)))
         watched = checks * len(session.watched_y) + len(session.images.test_y)
-        total = session.method.cost(recipe.epochs).passes + watched * self.per_image
+        watched *= 2 if session.average else 1
+        total = session.planned.passes / session.epoch_images + watched * self.per_image
         super().__init__(recipe.method, total, self.work())
 
     def work(self, images_watched: float = 0) -> float:
         """The part of the plan that is done, without healing, which is not planned."""
         progress, session = self.progress, self.session
-        passes = (progress.cost.passes - progress.healing_cost.passes) / session.steps_per_epoch
-        checks = sum(line["pgd7"] is not None for line in progress.history)
+        passes = (progress.cost.passes - progress.healing_cost.passes) / session.epoch_images
+        checks = sum(line["pgd7"] is not None for line in progress.history) * (2 if session.average else 1)
         return passes + (checks * len(session.watched_y) + images_watched) * self.per_image
 
     def show(self, images_watched: float = 0) -> None:
@@ -113,7 +115,7 @@ def announce(session: Session) -> None:
     recipe, method, epochs = session.recipe, session.method, session.recipe.epochs
     steps, size, images = session.steps_per_epoch, recipe.batch_size, len(session.batches.y)
     cycle = f" = {method}" if str(method) != recipe.method else ""
-    passes = console.counted(method.cost(epochs).passes, "pass")
+    passes = console.counted(session.planned.passes / session.epoch_images, "pass")
     console.note(f"{recipe.method}{cycle}: {passes} over {console.counted(images, 'training image')}")
     console.note(session.setting)
     if session.images.note:
@@ -132,4 +134,4 @@ def announce(session: Session) -> None:
     if not method.ends_cycle(epochs - 1):
         last, better = method.stage_at(epochs - 1, epochs), method.epochs_to_end_of_cycle(epochs)
         console.warn(f"epoch {epochs} is at the stage {last}; --epochs {better} would end at the cycle's last stage")
-    console.note(ROW.format(*HEADINGS))
+    console.note(ROW.format(*HEADINGS) + ("  avg pgd7" if session.average else ""))

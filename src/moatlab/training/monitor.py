@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.attacks import Probe, pgd
+from moatlab.attacks.alignment import has_gradients, misalignment
 from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import Norm, Threat
 from moatlab.attacks.probe import evaluating
 from moatlab.data.given import images_and_labels
 from moatlab.data.images import as_floats
-from moatlab.methods.stages.regularised import has_gradients, misalignment
 from moatlab.models.outputs import giving_logits
 from moatlab.runtime import distributed
 from moatlab.runtime.device import device_of, full_precision

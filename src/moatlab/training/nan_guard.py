@@ -66,7 +66,10 @@ class NanGuard:
         self.bad.zero_()
         for number in bad_steps:
             step = epoch_begun + number
-            stage, images = session.stage_at(step, progress.replaced), session.batches.numbers(step).tolist()
+            stage, images = (
+                session.stage_at(step, progress.replaced),
+                session.batches.numbers(session.batch_step(step)).tolist(),
+            )
             shown = ", ".join(map(str, images[:3])) + (f" and {len(images) - 3} more" if len(images) > 3 else "")
             what = f"the loss or a gradient became NaN or infinite at {session.where(step, progress.replaced)}"
             what += f", images {shown}"

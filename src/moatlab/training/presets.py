@@ -54,7 +54,7 @@ def paper_epochs(method: str, schedule: str) -> int:
     """60 epochs; 200 for stepwise, rounded up to whole cycles (201 for three stages)."""
     if schedule != "stepwise":
         return 60
-    length = len(parse_method(method).stages)
+    length = len(parse_method(method).slots)
     return math.ceil(200 / length) * length
 
 

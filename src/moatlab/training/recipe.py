@@ -26,6 +26,7 @@ from pydantic import (
 from moatlab.attacks.norms import NORM_NAMES, Threat
 from moatlab.data.known import SPECS
 from moatlab.data.sizes import Sizes, find_sizes
+from moatlab.methods.cost import Cost
 from moatlab.methods.language import Method, parse_method, with_defaults_at
 from moatlab.models.flops import built_in_flops
 from moatlab.runtime.console import counted
@@ -48,6 +49,13 @@ LEFT_OUT = (
     "cycle_momentum",
     "monitor_every",
     "monitor_images",
+    "activation",
+    "dropout",
+    "average",
+    "average_decay",
+    "label_smoothing",
+    "awp",
+    "check_every",
 )
 
 
@@ -67,6 +75,8 @@ class Recipe(BaseModel):
     )
     shortcut: Literal["activated", "raw"] = Field(description="a block's shortcut convolution sees relu(bn1(x)), or x")
     final_norm: bool = Field(description="a last BatchNorm and ReLU before the classifier")
+    activation: Literal["relu", "silu"] = Field("relu", description="non-linearity of a built-in model")
+    dropout: float = Field(0.0, description="dropout after each non-linearity, falling to 0 over the run", ge=0, lt=1)
     std: tuple[Deviation, ...] | None = Field(
         None, min_length=1, description="divisors of the channels, with commas between them  [default: the data's]"
     )
@@ -86,6 +96,12 @@ class Recipe(BaseModel):
         False, description="momentum falls by 0.1 to the peak of a cyclic rate and rises again"
     )
     weight_decay: float = Field(description="weight decay, on all parameters", ge=0, allow_inf_nan=False)
+    average: Literal["none", "ema", "swa"] = Field("none", description="average of the weights, kept beside them")
+    average_decay: float | None = Field(
+        None, description="decay of the average per step  [default: ema 0.995, swa 0.999]", gt=0, lt=1
+    )
+    label_smoothing: float = Field(0.0, description="share of a label spread over all classes", ge=0, lt=1)
+    awp: float = Field(0.0, description="adversarial weight perturbation of this relative size", ge=0, lt=1)
     batch_size: int = Field(description="images in a step; a last partial batch is dropped", ge=1)
     augment: bool = Field(description="random crops (4 px zero padding) and horizontal flips")
     bn_in_attack: Literal["train", "eval"] = Field(description="BatchNorm in attacks: batch or running statistics")
@@ -98,6 +114,7 @@ class Recipe(BaseModel):
     on_collapse: Literal["warn", "stop", "rollback", "heal"] = Field(
         "warn", description="warn, stop or roll back to the last good epoch, or heal with --then"
     )
+    check_every: int | None = Field(None, description="steps between PGD checks that --on-collapse heal acts on", ge=1)
     then: str = Field("pgd:2", description="method after a rollback, or multi-step stage that heals")
     on_nan: Literal["stop", "skip"] = Field("stop", description="action at a NaN or infinite loss or gradient")
     deterministic: bool = Field(False, description="reproducible bits on a GPU too, with slower kernels")
@@ -118,6 +135,25 @@ class Recipe(BaseModel):
             if getattr(self, name) > self.epochs:
                 longer = f"{option_name(name)} {getattr(self, name):g} is longer than the run"
                 raise UserError(f"{longer}, which has {counted(self.epochs, 'epoch')}")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Self:
+        method = self.parsed_method
+        if self.epochs % method.replays:
+            replays = f"{method} trains {method.replays} times in a row on each batch"
+            raise UserError(f"{replays}; --epochs {self.epochs} must be a multiple of that")
+        for stage in method.stages if self.awp else ():
+            if stage.entry.kind != "batch":
+                known = "batch stages (fgsm, fast, pgd:K, ...), trades and mart"
+                raise UserError(f"--awp can't be used with {stage}: it works with {known}")
+        for stage in method.stages if self.norm != "linf" else ():
+            if stage.entry.linf_only:
+                raise UserError(f"{stage} is defined for --norm linf only")
+        if self.dropout and self.names_code:
+            raise UserError("--dropout is for the built-in models; put dropout into your own")
+        if self.average_decay is not None and self.average == "none":
+            raise UserError("--average-decay needs --average ema or swa")
         return self
 
     @model_validator(mode="after")
@@ -159,6 +195,11 @@ class Recipe(BaseModel):
             + (", cycled momentum" if self.cycle_momentum else "")
             + (f", {counted(self.warmup, 'epoch')} of warm-up" if self.warmup else "")
             + (f", {counted(self.eps_warmup, 'epoch')} of eps warm-up" if self.eps_warmup else "")
+            + (f", {self.activation}" if self.activation != "relu" else "")
+            + (f", dropout {self.dropout:g}" if self.dropout else "")
+            + (f", averaged ({self.average})" if self.average != "none" else "")
+            + (f", label smoothing {self.label_smoothing:g}" if self.label_smoothing else "")
+            + (f", weight perturbation {self.awp:g}" if self.awp else "")
             + (f", starting from {Path(self.init).name}" if self.init else "")
             + (f", {self.precision}" if self.precision not in ("auto", "fp32") else "")
             + (f", on collapse {self.on_collapse}" if self.on_collapse != "warn" else "")
@@ -179,8 +220,12 @@ class Recipe(BaseModel):
         """Of the whole run; None for a user's own model, whose code would have to be imported."""
         shape = (sizes.channels, sizes.height, sizes.width)
         forward = built_in_flops(self.model, width=self.width, stem=self.stem, shape=shape, classes=sizes.classes)
-        trained = (sizes.train - self.holdout) // self.batch_size * self.batch_size
-        return None if forward is None else self.parsed_method.cost(self.epochs).flops(forward * trained)
+        steps = (sizes.train - self.holdout) // self.batch_size
+        return None if forward is None else self.planned_work(steps, self.batch_size, sizes.classes).flops(forward)
+
+    def planned_work(self, steps: int, batch: int, classes: int) -> Cost:
+        """The cost of the run in images, for `steps` steps per epoch of batches of `batch` images."""
+        return self.parsed_method.work(self.epochs, steps, batch, classes, awp=self.awp > 0)
 
     @property
     def sha256(self) -> str:
@@ -252,6 +297,8 @@ def make_recipe(
         raise UserError("--monitor holdout needs held-out images; use --holdout 1000 or --monitor=train")
     if recipe.monitor == "test" and recipe.on_collapse != "warn":
         raise UserError(f"--on-collapse {recipe.on_collapse} must not use test images; add --monitor=holdout or train")
+    if recipe.check_every and (recipe.on_collapse != "heal" or recipe.monitor == "test"):
+        raise UserError("--check-every is for --on-collapse heal with held-out or training images")
     if recipe.on_collapse == "heal" and {stage.name for stage in parse_method(recipe.then).stages} != {"pgd"}:
         raise UserError(f"--then {recipe.then}: healing needs multi-step stages, such as pgd:2")
     return recipe

@@ -4,6 +4,7 @@ recipe.toml     settings of the run                checkpoint.pt            stat
 run.json        results (`RunRecord`)              checkpoint_previous.pt   the checkpoint before it
 metrics.jsonl   one line per epoch                 model.safetensors        the model, all that `moatlab.load` needs
 events.jsonl    alarms and other events            model_best.safetensors   the best epoch on held-out images
+                                                   model_average.safetensors   the average of the weights
 """
 
 import hashlib
@@ -58,6 +59,7 @@ class RunRecord:
     alarms: list[int] = field(default_factory=list)
     kept_epoch: int | None = None
     skipped_steps: int = 0
+    checks: list[tuple[int, float]] = field(default_factory=list)  # --check-every: step, pgd7 accuracy
     final: dict[str, Any] | None = None
     message: str | None = None
 
@@ -125,6 +127,7 @@ class RunFolder:
         self.previous_checkpoint = self.path / RunFile.PREVIOUS_CHECKPOINT
         self.model = self.path / RunFile.MODEL
         self.best_model = self.path / RunFile.BEST_MODEL
+        self.average_model = self.path / RunFile.AVERAGE_MODEL
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -139,7 +142,8 @@ class RunFolder:
     def for_one_process(self) -> Iterator[None]:
         """Create and lock the folder. Remove it again if it is new and no checkpoint was written."""
         made = not self.path.exists()
-        files = (self.recipe, self.record, self.metrics, self.events, self.checkpoint, self.model, self.best_model)
+        weights = (self.model, self.best_model, self.average_model)
+        files = (self.recipe, self.record, self.metrics, self.events, self.checkpoint, *weights)
         with locked(self.path):
             for path in files:
                 remove_leftovers(path)

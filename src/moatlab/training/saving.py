@@ -29,6 +29,8 @@ class Saver:
             if distributed.is_first():
                 save_checkpoint(self.folder, self.session, self.progress, good)
                 self.model = write_weights(self.folder.model, self.session.model, self.session.description)
+                if self.session.average:
+                    write_weights(self.folder.average_model, self.session.average.model, self.session.description)
             return self.write_record(status, message)
         except NotWritten as error:
             if status != "running":
@@ -63,14 +65,14 @@ class Saver:
             epochs=recipe.epochs,
             steps_per_epoch=session.steps_per_epoch,
             setting=session.setting,
-            planned=session.method.cost(recipe.epochs).as_dict(),
-            counted=progress.cost.as_dict(session.steps_per_epoch),
-            flops=progress.cost.flops(session.step_flops),
+            planned=session.planned.as_dict(session.epoch_images),
+            counted=progress.cost.as_dict(session.epoch_images),
+            flops=progress.cost.flops(session.image_flops * distributed.count()),
             data={**source, **sizes, "classes": len(images.classes), **watched},
             environment=self.environment,
             steps_done=progress.step,
-            healing=progress.healing_cost.as_dict(session.steps_per_epoch),
-            monitoring=progress.monitor_cost.as_dict(),
+            healing=progress.healing_cost.as_dict(session.epoch_images),
+            monitoring=progress.monitor_cost.as_dict(session.epoch_images * distributed.count()),
             train_seconds=round(progress.train_seconds, 3),
             monitor_seconds=round(progress.monitor_seconds, 3),
             best={"epoch": progress.best_epoch or 0, "pgd7": progress.best_pgd7} if best else None,
@@ -83,6 +85,7 @@ class Saver:
             alarms=progress.alarms,
             kept_epoch=progress.kept_epoch,
             skipped_steps=progress.skipped,
+            checks=progress.checks,
             final=self.final,
             message=message,
         )

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from moatlab.attacks.probe import evaluating
 from moatlab.data.batches import Batches
 from moatlab.data.images import Images, as_floats
-from moatlab.methods.context import Context
-from moatlab.methods.flops import counting_flops
+from moatlab.methods.context import Context, When
+from moatlab.methods.cost import Cost
 from moatlab.methods.language import Stage, parse_method
 from moatlab.models.flops import stem_for
+from moatlab.models.operations import counting_flops
 from moatlab.models.outputs import check_logits
+from moatlab.models.preact_resnet import Activation
 from moatlab.models.pretrained import load_pretrained
 from moatlab.models.registry import BUILT_IN, build_model
 from moatlab.runtime import distributed
@@ -23,6 +25,7 @@ from moatlab.runtime.console import warn
 from moatlab.runtime.device import Autocast, choose_precision, full_precision, same_bits
 from moatlab.runtime.errors import UserError, adding_to_errors, users_code
 from moatlab.runtime.randomness import generator, key
+from moatlab.training.averaging import ESTIMATED, Average
 from moatlab.training.optimizer import OPTIMIZERS
 from moatlab.training.recipe import Recipe
 from moatlab.training.schedules import SCHEDULES, cycled_momentum, ramp
@@ -47,6 +50,9 @@ class Session:
         self.batches, self.watched_x, self.watched_y = split(images, recipe, device)
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = recipe.epochs * self.steps_per_epoch
+        self.batch = recipe.batch_size // distributed.count()  # images of this process in a step
+        self.memory: dict[str, Tensor] = {}  # of stages, from step to step
+        check_stages(recipe, images)
         self.identity = f"{recipe.sha256} {images.sha256}"  # checkpoints belong to one recipe and its data
         classes, arguments = len(images.classes), model_arguments(recipe, images)
         torch.manual_seed(key(recipe.seed, "initial weights"))
@@ -61,7 +67,9 @@ class Session:
         self.trained_model = self.model if self.precision == "fp32" else Autocast(self.model, self.precision)
         two = as_floats(self.watched_x[:1]).expand(2, -1, -1, -1)
         flops = check_model(self.trained_model, recipe, two, classes, by_name=model is None)
-        self.step_flops = recipe.batch_size * flops  # of one forward
+        self.image_flops = flops  # of one forward
+        kind, decay = recipe.average, recipe.average_decay
+        self.average = None if kind == "none" else Average(self.model, kind, decay, self.total_steps)
         self.forward = distributed.sharing_gradients(self.trained_model, device)
         settings = {"lr": recipe.lr, "momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
         self.optimizer = OPTIMIZERS[recipe.optimizer](self.model.parameters(), **settings)
@@ -104,7 +112,7 @@ class Session:
         recipe, method = self.recipe, self.then if replaced else self.method
         if recipe.monitor_every == 1 or epoch + 1 == recipe.epochs:
             return True
-        length = len(method.stages)
+        length = len(method.slots)
         return (epoch + 1) % (-(-recipe.monitor_every // length) * length) == 0
 
     def has_same_past(self, before: Recipe, steps: int) -> bool:
@@ -132,14 +140,66 @@ class Session:
         highest = self.recipe.momentum
         return cycled_momentum(step, steps=self.total_steps, highest=highest) if self.recipe.cycle_momentum else highest
 
-    def context(self, step: int) -> Context:
+    def dropout(self, step: int) -> None:
+        """Set the rate of dropout, which falls linearly to zero (Vivek and Babu, 2020)."""
+        rate = self.recipe.dropout * (1 - step / self.total_steps)
+        for layer in self.model.modules() if self.recipe.dropout else ():
+            if isinstance(layer, Activation):
+                layer.dropout = rate
+
+    def batch_step(self, step: int, replaced: bool = False) -> int:
+        """The step whose batch is trained on: a replay stage has each batch several times in a row."""
+        return step if replaced else step // self.method.replays
+
+    def context(self, step: int, replaced: bool = False) -> Context:
         """What a stage needs apart from the batch."""
-        recipe, model, classes = self.recipe, self.trained_model, len(self.images.classes)
-        draws = generator(recipe.seed, "stage", step, device=self.device)
+        recipe, position = self.recipe, step % self.steps_per_epoch
         threat = recipe.threat
         if recipe.eps_warmup:
             threat = threat.scaled(ramp(step, recipe.eps_warmup * self.steps_per_epoch))
-        return Context(model, self.forward, threat, draws, classes, recipe.bn_in_attack, shared=True)
+        return Context(
+            self.trained_model,
+            self.forward,
+            threat,
+            generator(recipe.seed, "stage", step, device=self.device),
+            len(self.images.classes),
+            recipe.bn_in_attack,
+            shared=True,
+            when=When(position, step // self.steps_per_epoch, recipe.epochs),
+            memory=self.memory,
+            numbers=self.batches.numbers(self.batch_step(step, replaced), self.device),
+            images=len(self.batches.y),
+            label_smoothing=recipe.label_smoothing,
+        )
+
+    def work(self, step: int, replaced: bool = False) -> Cost:
+        """The planned cost of a step, in images of this process."""
+        stage, position = self.stage_at(step, replaced), step % self.steps_per_epoch
+        return stage.work(position, self.batch, len(self.images.classes), awp=self.recipe.awp > 0)
+
+    @property
+    def planned(self) -> Cost:
+        """The planned cost of the run, in images of this process."""
+        return self.recipe.planned_work(self.steps_per_epoch, self.batch, len(self.images.classes))
+
+    @property
+    def epoch_images(self) -> int:
+        """Images of this process that an epoch trains on: the unit of passes."""
+        return self.batch * self.steps_per_epoch
+
+    def images_to_estimate(self, epoch: int) -> Iterator[Tensor]:
+        """Batches of this epoch, for the statistics of an average."""
+        first = epoch * self.steps_per_epoch
+        return (self.batches.at(first + k)[0] for k in range(min(self.steps_per_epoch, ESTIMATED)))
+
+
+def check_stages(recipe: Recipe, images: Images) -> None:
+    """Refuse stages that keep something of each image where images are shared out or not in memory."""
+    for stage in recipe.parsed_method.stages:
+        if stage.entry.keeps and distributed.count() > 1:
+            raise UserError(f"{stage} keeps a perturbation of each image; it can't run with several processes")
+        if stage.entry.keeps and not isinstance(images.train_x, Tensor):
+            raise UserError(f"{stage} keeps a perturbation of each image in memory; use --no-stream")
 
 
 def split(images: Images, recipe: Recipe, device: torch.device) -> tuple[Batches, Tensor, Tensor]:
@@ -178,8 +238,10 @@ def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
     variant: dict[str, Any] = {}
     if recipe.model != "resnet18":
         variant = {"shortcut": recipe.shortcut, "final_norm": recipe.final_norm}
+    if recipe.activation != "relu":  # the default of a model, also in files without it
+        variant["activation"] = recipe.activation
     stem = stem_for(min(images.train_x.shape[1:3])) if recipe.stem == "auto" else recipe.stem
-    if stem != "3x3":  # the default of a model, also in files without it
+    if stem != "3x3":  # likewise
         variant["stem"] = stem
     return {"width": recipe.width, **variant, "mean": list(images.mean), "std": list(std)}
 
@@ -195,8 +257,13 @@ def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int, 
         output = model(images)
     size = recipe.batch_size // distributed.count()
     twin = copy.deepcopy(model)  # because BatchNorm's statistics would change
+    buffers = dict(twin.named_buffers())
     with users_code(f"--model {recipe.model} can't train on batches of {size} {images_of}"), torch.enable_grad():
         output_in_training = twin(images[:size])
+    assigned = [name for name, buffer in twin.named_buffers() if buffer is not buffers.get(name)]
+    if assigned and (recipe.average != "none" or recipe.awp):
+        option, name = "--average" if recipe.average != "none" else "--awp", assigned[0].removeprefix("model.")
+        raise UserError(f"--model {recipe.model} replaces its buffer {name}; {option} needs it changed in place")
     if isinstance(output, Tensor) and (output >= 0).all() and ((output.sum(-1) - 1).abs() < 1e-3).all():
         warn(f"--model {recipe.model} seems to return probabilities; it should return logits, without a softmax")
     with adding_to_errors(f" (--model {recipe.model})" if by_name else ""):

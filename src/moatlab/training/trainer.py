@@ -2,15 +2,16 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moatlab.attacks.catalog import WATCHED
 from moatlab.data.images import Images
-from moatlab.methods.batches import stage_loss
+from moatlab.methods.batches import prepare_loss
 from moatlab.methods.cost import Cost
 from moatlab.methods.meter import Meter
 from moatlab.runtime import console, distributed
@@ -25,11 +26,13 @@ from moatlab.training.memory import running_out
 from moatlab.training.monitor import MEASURED, measure
 from moatlab.training.nan_guard import NanGuard
 from moatlab.training.outcome import outcome_of
+from moatlab.training.perturbation import perturb, restore
 from moatlab.training.recipe import Recipe
 from moatlab.training.run_folder import RunFolder, RunRecord
 from moatlab.training.saving import Saver
 from moatlab.training.setup import Session
 
+CHECKED = 128  # watched images in a check within an epoch
 POLL_STEPS = 10  # between two exchanges of signals and clocks among processes
 
 
@@ -45,6 +48,7 @@ class Trainer:
         self.saver = Saver(session, folder, self.progress, self.log)
         self.bar = RunBar(session, self.progress)
         self.meter = Meter()
+        self.last_batch: tuple[int, Tensor, Tensor] | None = None
         self.caught = Caught()
         self.loss_sum = torch.tensor(self.progress.loss_sum, device=session.device)
 
@@ -52,7 +56,7 @@ class Trainer:
         """Train up to `last_step`, and test if the run is complete. However it ends, a record is written."""
         session, progress = self.session, self.progress
         announce(session)
-        with self.meter.counting(session.model), signals_caught() as self.caught, self.bar:
+        with self.counting(), signals_caught() as self.caught, self.bar:
             with suppress(NotWritten):  # a full disk is reported at the first checkpoint
                 self.saver.write_record("running")
             try:
@@ -76,8 +80,15 @@ class Trainer:
             console.note(f"stopped after step {progress.step} of {session.total_steps}; {rest}")
         return record
 
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        average = self.session.average
+        also = self.meter.counting(average.model) if average else nullcontext()
+        with self.meter.counting(self.session.model), also:
+            yield
+
     def loop(self, last_step: int, checkpoint_every: float) -> None:
-        session, progress = self.session, self.progress
+        session, progress, recipe = self.session, self.progress, self.session.recipe
         saved_at, saved_step = time.monotonic(), progress.step
         while True:
             if progress.step == (progress.epochs_logged + 1) * session.steps_per_epoch:
@@ -93,6 +104,8 @@ class Trainer:
             if progress.step >= last_step or progress.stopped:
                 break
             self.step()
+            if recipe.check_every and progress.step % recipe.check_every == 0:
+                self.check()
             self.bar.show()
         if progress.step == session.total_steps or progress.stopped:
             self.test()
@@ -102,17 +115,25 @@ class Trainer:
         session, recipe, progress, step = self.session, self.session.recipe, self.progress, self.progress.step
         begun = time.perf_counter()
         stage = session.stage_at(step, progress.replaced)
-        x, y = session.batches.at(step)
+        x, y = self.batch(session.batch_step(step, progress.replaced))
+        session.dropout(step)
         rank = [] if distributed.is_first() else [distributed.number()]
         torch.manual_seed(key(recipe.seed, "inside the model", step, *rank))  # dropout
         self.guard.begin_step()
         # The user's model or stage may fail, memory may run out, or another process may have ended.
         where = session.where(step, progress.replaced)
         with users_code(f"{where} failed", RunFailed), distributed.together(), running_out(session, where):
-            loss = stage_loss(stage, session.context(step), x, y)
+            context = session.context(step, progress.replaced)
+            loss_of = prepare_loss(stage, context, x, y)
+            moved = perturb(session.model, loss_of, recipe.awp) if recipe.awp else []
+            loss = loss_of()
             session.optimizer.zero_grad()
-            # Gradients of the parameters only: a stage may leave inputs in the graph.
-            session.scaler.scale(loss).backward(inputs=self.guard.trained)  # type: ignore[no-untyped-call]
+            # Of the parameters, and of what the stage asks for; other inputs may be left in the graph.
+            leaves = [leaf for leaf, _ in context.watched]
+            session.scaler.scale(loss).backward(inputs=[*self.guard.trained, *leaves])  # type: ignore[no-untyped-call]
+            for leaf, action in context.watched:
+                assert leaf.grad is not None
+                action(leaf.grad)
         mean_loss = distributed.mean(loss.detach())
         session.optimizer.lr, session.optimizer.momentum = session.learning_rate(step), session.momentum(step)
         bad = self.guard.hold_back(step, mean_loss)
@@ -121,31 +142,49 @@ class Trainer:
             session.scaler.update()
         else:
             session.optimizer.step()
+        restore(moved)
         self.guard.restore_buffers(bad)
         self.loss_sum += torch.where(bad, 0.0, mean_loss)
         distributed.copy_from_first(session.model.buffers())  # running statistics, which differ between processes
-        self.count(stage.step_cost, f"stage {stage}")
+        if session.average:
+            session.average.update(session.model, step + 1)
+        self.count(session.work(step, progress.replaced), f"stage {stage}")
         progress.step += 1
         if self.guard.is_time_to_look(step):
             self.guard.look()
         self.add_seconds(begun)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The batch of a step, which a replay stage asks for several times in a row."""
+        if self.last_batch is None or self.last_batch[0] != step:
+            self.last_batch = (step, *self.session.batches.at(step))
+        return self.last_batch[1:]
 
     def count(self, planned: Cost, what: str) -> None:
         """Add the counted cost of the step, which must equal the cost that its stage declares."""
         progress, counted = self.progress, self.meter.take()
         if counted != planned:
             kinds = "forwards, input, weight and double backwards"
-            declared = f"{what} declares {planned.kinds} {kinds} per step, but {counted.kinds} were counted"
-            raise RunFailed(f"{declared}; correct forwards= and input_backwards= in add_stage")
+            batches = [tuple(cost.as_dict(self.session.batch).values())[1:] for cost in (planned, counted)]
+            declared = f"{what} declares {batches[0]} {kinds} per step, but {batches[1]} were counted"
+            raise RunFailed(f"{declared}; correct forwards=, input_backwards=, ... in add_stage")
         progress.cost += counted
         if progress.replaced:
-            progress.healing_cost += counted + self.session.stage_at(progress.step).step_cost * -1
+            progress.healing_cost += counted + self.session.work(progress.step) * -1
 
     def add_seconds(self, begun: float) -> None:
         """Training time, including `guard.look`, which waits for the queued work of a GPU."""
         seconds = time.perf_counter() - begun
         self.progress.epoch_seconds += seconds
         self.progress.train_seconds += seconds
+
+    def check(self) -> None:
+        """Measure pgd7 on a few watched images, for --on-collapse heal --check-every."""
+        begun, few = time.perf_counter(), slice(CHECKED)
+        measured = self.measure(self.session.model, self.session.watched_x[few], self.session.watched_y[few])
+        self.progress.monitor_cost += sum(distributed.from_all(self.meter.take()), Cost())
+        self.progress.monitor_seconds += time.perf_counter() - begun
+        self.policy.check(measured["pgd7"])
 
     def end_epoch(self) -> None:
         """Measure on the watched images if it is time, write the epoch's line, act on a collapse, save."""
@@ -161,7 +200,7 @@ class Trainer:
         watched = session.is_watched(epoch, progress.replaced)
         measured: dict[str, Any] = dict.fromkeys(MEASURED)
         if watched:
-            measured = {**self.measure(session.watched_x, session.watched_y, examples)}
+            measured = self.measure_all(epoch, session.watched_x, session.watched_y, examples)
         seconds = time.perf_counter() - begun
         progress.monitor_seconds += seconds
         progress.monitor_cost += sum(distributed.from_all(self.meter.take()), Cost())
@@ -176,7 +215,7 @@ class Trainer:
             **measured,
             "monitor": recipe.monitor,
             "comparable": comparable,
-            "passes": progress.cost.passes / session.steps_per_epoch,
+            "passes": progress.cost.passes / session.epoch_images,
             "train_seconds": round(progress.epoch_seconds, 3),
             "monitor_seconds": round(seconds, 3),
         }
@@ -194,13 +233,23 @@ class Trainer:
     def test(self) -> None:
         """Measure on the test images, once."""
         device, images = self.session.device, self.session.images
-        measured = self.measure(images.test_x.to(device), images.test_y.to(device))
+        measured = self.measure_all(None, images.test_x.to(device), images.test_y.to(device))
         self.saver.final = measured | {"images": len(images.test_y)}
         self.saver.verdict = outcome_of(self.progress.history, len(images.classes))
         self.log.end(self.session.recipe, measured)
 
-    def measure(self, x: Tensor, y: Tensor, keep: list[Tensor] | None = None) -> dict[str, float]:
-        recipe, model = self.session.recipe, self.session.model
+    def measure_all(self, epoch: int | None, x: Tensor, y: Tensor, keep: list[Tensor] | None = None) -> dict[str, Any]:
+        """Of the model and, with names that end in _average, of its average, whose buffers are those of `epoch`."""
+        session, measured = self.session, dict[str, Any](self.measure(self.session.model, x, y, keep))
+        if session.average:
+            if epoch is not None:
+                session.average.update_buffers(session.model, session.images_to_estimate(epoch))
+            found = self.measure(session.average.model, x, y)
+            measured |= {f"{name}_average": found[name] for name in WATCHED}
+        return measured
+
+    def measure(self, model: nn.Module, x: Tensor, y: Tensor, keep: list[Tensor] | None = None) -> dict[str, float]:
+        recipe = self.session.recipe
         where = f"measuring accuracy after step {self.progress.step}"
         with users_code(f"{where} failed", RunFailed), running_out(self.session, where):
             return measure(
@@ -230,5 +279,5 @@ def rehearsal(recipe: Recipe, machine: Machine, images: Images) -> Iterator[Trai
             trainer = Trainer(Session(recipe, device, images), folder)
         inside.callback(trainer.session.batches.close)
         inside.enter_context(trainer.session.arithmetic())
-        inside.enter_context(trainer.meter.counting(trainer.session.model))
+        inside.enter_context(trainer.counting())
         yield trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moatlab.methods.cost import Cost
-from moatlab.methods.entry import STEPS, Argument, StageEntry
+from moatlab.methods.entry import STEPS, Argument, StageEntry, always
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,22 +52,38 @@ def kim(context: Context, x: Tensor, y: Tensor, checkpoints: int) -> Batch:
     return threat.project(x + scale * delta, x), y
 
 
-def pgd(context: Context, x: Tensor, y: Tensor, steps: int) -> Batch:
-    """A random start and K projected steps of max(eps/4, eps/K), the step size of Wang et al."""
-    step_size = max(context.eps / 4, context.eps / steps)
+def pgd(context: Context, x: Tensor, y: Tensor, steps: int, *, step: float | None = None) -> Batch:
+    """A random start and K projected steps of `step` eps, by default max(1/4, 1/K), as Wang et al. (2021) have it."""
+    step_size = (step or max(1 / 4, 1 / steps)) * context.eps
     return context.climb(x + context.noise(x), x, y, steps=steps, step_size=step_size), y
 
 
-SINGLE = Cost(2, 1, 1)
+def zerograd(context: Context, x: Tensor, y: Tensor, _: None, *, q: float) -> Batch:
+    """A random start, one step of 2 eps, projected. Entries of the gradient below its q-quantile in absolute value
+    (of each image) are set to zero: those pixels keep their start."""
+    start = context.threat.project(x + context.noise(x), x)
+    with context.attacking() as probe:
+        gradient, _logits = probe.gradient(start, y)
+    size = gradient.abs().flatten(1)
+    small = size < size.quantile(q, dim=1, keepdim=True)
+    return context.step(start, gradient.masked_fill(small.view_as(gradient), 0), x, 2 * context.eps), y
+
+
+CHECKPOINTS = Argument("C", whole=True, low=1, high=100, default=3)
+QUANTILE = {"q": Argument("Q", high=1, default=0.35)}
+SINGLE = always(2, 1, 1)
 STAGES = {
-    "fgsm": StageEntry(fgsm, lambda _: SINGLE, "Goodfellow et al., 2015"),
-    "fast": StageEntry(fast, lambda _: SINGLE, "Wong, Rice and Kolter, 2020"),
-    "nfgsm": StageEntry(nfgsm, lambda _: SINGLE, "de Jorge et al., 2022"),
-    "kim": StageEntry(
-        kim,
-        lambda checkpoints: Cost(checkpoints + 1, 1, 1),
-        "Kim, Lee and Lee, 2021",
-        Argument("C", whole=True, low=1, high=100, default=3),
+    "fgsm": StageEntry(fgsm, SINGLE, "Goodfellow et al., 2015", "to show catastrophic overfitting"),
+    "fast": StageEntry(fast, SINGLE, "Wong, Rice and Kolter, 2020", "the classic single step; may collapse"),
+    "nfgsm": StageEntry(nfgsm, SINGLE, "de Jorge et al., 2022", "a simple and strong single step"),
+    "zerograd": StageEntry(zerograd, SINGLE, "Golgooni et al., 2021", "q=0.45 for CIFAR-100", named=QUANTILE),
+    "kim": StageEntry(kim, lambda c: Cost(c + 1, 1, 1), "Kim, Lee and Lee, 2021", "for clean accuracy", CHECKPOINTS),
+    "pgd": StageEntry(
+        pgd,
+        lambda steps: Cost(steps + 1, steps, 1),
+        "Madry et al., 2018",
+        "the multi-step reference; step= is in units of eps",
+        STEPS,
+        named={"step": Argument("STEP", low=1e-3, high=2)},
     ),
-    "pgd": StageEntry(pgd, lambda steps: Cost(steps + 1, steps, 1), "Madry et al., 2018", STEPS),
 }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moatlab.methods.cost import Cost
-from moatlab.methods.entry import StageEntry
+from moatlab.methods.entry import StageEntry, always
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,9 +38,9 @@ def cutmix(context: Context, x: Tensor, y: Tensor, _: None) -> Batch:
     return torch.where(box, other_x, x), context.soft_labels(y, other_y, 1 - box.float().mean())
 
 
-PLAIN = Cost(1, 0, 1)
+PLAIN = always(1, 0, 1)
 STAGES = {
-    "standard": StageEntry(standard, lambda _: PLAIN, "plain images"),
-    "mixup": StageEntry(mixup, lambda _: PLAIN, "Zhang et al., 2018", mixes_labels=True),
-    "cutmix": StageEntry(cutmix, lambda _: PLAIN, "Yun et al., 2019", mixes_labels=True),
+    "standard": StageEntry(standard, PLAIN, "plain images", "no robustness; stage I of MOAT without mixing"),
+    "mixup": StageEntry(mixup, PLAIN, "Zhang et al., 2018", "stage I of MOAT", mixes_labels=True),
+    "cutmix": StageEntry(cutmix, PLAIN, "Yun et al., 2019", "stage I of MOAT, variant", mixes_labels=True),
 }

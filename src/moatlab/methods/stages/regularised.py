@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from moatlab.methods.cost import Cost
-from moatlab.methods.entry import Argument, StageEntry
+from moatlab.methods.entry import Argument, StageEntry, always, geometric, weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,56 +22,76 @@ def gradalign(context: Context, x: Tensor, y: Tensor, weight: float) -> Tensor:
     import torch
     from torch.nn.functional import cross_entropy
 
+    from moatlab.attacks.alignment import misalignment
+
     threat = context.threat
     with context.attacking("train") as probe:
         g1, _logits = probe.gradient(x, y)
     adversarial = threat.project(x + threat.eps * threat.steepest(g1), x)
-    loss = cross_entropy(context.forward(adversarial), y)
+    loss = context.cross_entropy(context.forward(adversarial), y)
     noisy = (x + context.noise(x)).requires_grad_()
     noisy_loss = cross_entropy(context.model(noisy), y, reduction="sum")
     (g2,) = torch.autograd.grad(noisy_loss, noisy, create_graph=True)
     return loss + weight * misalignment(g1, g2, context.mean_count)
 
 
-def has_gradients(g1: Tensor, g2: Tensor) -> Tensor:
-    """Examples where neither gradient vanishes. One vanishes if its square underflows: there the derivative of a norm
-    overflows."""
-    import torch
-
-    smallest = torch.finfo(g1.dtype).tiny ** 0.5
-    sizes = [gradient.detach().abs().flatten(1).amax(1) for gradient in (g1, g2)]
-    both: Tensor = (sizes[0] > smallest) & (sizes[1] > smallest)
-    return both
-
-
-def misalignment(g1: Tensor, g2: Tensor, usual: Callable[[Tensor], Tensor] = lambda count: count) -> Tensor:
-    """The mean of 1 - cos(g1, g2) over the examples where neither gradient vanishes (0 if there are none). `usual` maps
-    the number of examples to the divisor: where losses are averaged over processes, its mean over them.
+def elle(context: Context, x: Tensor, y: Tensor, _: None, *, lambda_: float) -> Tensor:
+    """FGSM training plus lambda mean (L(x_c) - (1 - a) L(x_a) - a L(x_b))^2, the squared error of linear interpolation:
+    x_a, x_b ~ x + U(-eps, eps), not clipped, x_c = (1 - a) x_a + a x_b, a ~ U(0, 1) per image; one call on 3B images.
     """
     import torch
+    from torch.nn.functional import cross_entropy
 
-    g1, g2 = g1.flatten(1), g2.flatten(1)
-    size1, size2 = g1.abs().amax(1, keepdim=True), g2.detach().abs().amax(1, keepdim=True)
-    counts = has_gradients(g1, g2)[:, None]
-    g1 = torch.where(counts, g1 / size1, 1.0)  # scaled, so that no square underflows
-    g2 = torch.where(counts, g2, 1.0) / torch.where(counts, size2, 1.0)
-    cosine = torch.nn.functional.cosine_similarity(g1, g2, dim=1)
-    total = torch.where(counts.squeeze(1), 1 - cosine, 0.0).sum()
-    misaligned: Tensor = total / torch.where(counts.any(), usual(counts.sum()), 1)
-    return misaligned
-
-
-def lambda_at(eps: float) -> float:
-    """exp(255 eps ln(10)/8 + ln 0.02), the authors' choice: 0.2 at 8/255, 2 at 16/255."""
-    return round(0.02 * 10 ** (255 * eps / 8), 4)
+    adversarial = context.climb(x, x, y, steps=1, step_size=context.eps)
+    loss = context.cross_entropy(context.forward(adversarial), y)
+    first, second = x + context.noise(x), x + context.noise(x)
+    share = context.uniform(x[:, 0, 0, 0])
+    points = torch.cat([first, second, first.lerp(second, share.view(-1, 1, 1, 1))])
+    at_first, at_second, between = cross_entropy(context.model(points), y.repeat(3), reduction="none").chunk(3)
+    return loss + lambda_ * (between - at_first.lerp(at_second, share)).square().mean()
 
 
+def aaer(context: Context, x: Tensor, y: Tensor, _: None, *, over: str, lambda_: float | None) -> Tensor:
+    """The batch of `fast` or `nfgsm`, plus lambda n/B max(mean |D|^2 over the n abnormal examples - the same over the
+    others, 0). D: logits at the adversarial point minus logits at the start (constant). Abnormal: the step lowered the
+    loss. Always in train mode. The authors' second term has no gradient in their code and is left out.
+    """
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    eps, threat = context.eps, context.threat
+    start = (x + context.noise(x, 2 * eps)).clamp_(0, 1) if over == "nfgsm" else threat.project(x + context.noise(x), x)
+    with context.attacking("train") as probe:
+        gradient, before = probe.gradient(start, y)
+    moved = start + (eps if over == "nfgsm" else 1.25 * eps) * threat.steepest(gradient)
+    logits = context.forward(moved.clamp(0, 1) if over == "nfgsm" else threat.project(moved, x))
+    losses = [cross_entropy(one, y, reduction="none") for one in (before, logits.detach())]
+    abnormal = losses[0] > losses[1]
+    count, change = abnormal.sum(), (logits - before).square().sum(1)
+    among = torch.where(abnormal, change, 0.0).sum() / count.clamp(min=1)
+    others = (torch.where(abnormal, 0.0, change).sum() / (len(x) - count).clamp(min=1)).detach()
+    mixed = (count > 0) & (count < len(x))
+    penalty = torch.where(mixed, abnormal.to(x).mean() * (among - others).clamp(min=0), 0.0)
+    radius = eps if threat.norm == "linf" else 8 / 255
+    authors = geometric(0.15, 1.5) if over == "nfgsm" else geometric(1.5, 3.25)
+    return context.cross_entropy(logits, y) + (authors(radius) if lambda_ is None else lambda_) * penalty
+
+
+ELLE = weight(1000.0, geometric(1000, 5000))
+AAER = {"over": Argument("OVER", default="fast", choices=("fast", "nfgsm")), "lambda": Argument("LAMBDA")}
 STAGES = {
     "gradalign": StageEntry(
         gradalign,
-        lambda _: Cost(3, 2, 1, 1),
+        always(3, 2, 1, 1),
         "Andriushchenko and Flammarion, 2020",
-        Argument("LAMBDA", whole=False, low=0, default=0.2, at_eps=lambda_at),
+        "against collapse; needs a double backward",
+        Argument("LAMBDA", default=0.2, at_eps=geometric(0.2, 2.0)),
         kind="loss",
-    )
+    ),
+    "elle": StageEntry(
+        elle, always(5, 1, 4), "Abad Rocamora et al., 2024", "against collapse", kind="loss", named=ELLE
+    ),
+    "aaer": StageEntry(
+        aaer, always(2, 1, 1), "Lin, Yu and Liu, 2023", "against collapse, at no extra pass", kind="loss", named=AAER
+    ),
 }
