@@ -10,7 +10,7 @@ import moatlab
 from moatlab.attacks import fgsm
 from moatlab.attacks.probe import Probe
 from moatlab.models.preact_resnet import PreActResNet18
-from moatlab.runtime.device import Autocast, choose_precision
+from moatlab.runtime.device import Autocast, choose_precision, has_fast_bf16
 from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.training import nan_guard
 from moatlab.training.api import train_recipe as train
@@ -18,9 +18,22 @@ from moatlab.training.recipe import make_recipe
 from moatlab.training.setup import Session
 
 
-def test_auto_is_full_precision_on_a_cpu():
-    assert choose_precision("auto", torch.device("cpu")) == "fp32"
-    assert choose_precision("bf16", torch.device("cpu")) == "bf16"
+@pytest.mark.parametrize(
+    ("capabilities", "precision"),
+    [
+        ({}, "fp32"),  # as on Macs
+        ({"avx512": True, "avx512_bf16": False, "amx_bf16": False}, "fp32"),
+        ({"avx512": True, "avx512_bf16": True}, "bf16"),
+        ({"avx512": True, "avx512_bf16": False, "amx_bf16": True}, "bf16"),
+    ],
+)
+def test_auto_is_bf16_on_a_cpu_with_instructions_for_it(monkeypatch, capabilities, precision):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    cpu = torch.device("cpu")
+    assert has_fast_bf16(cpu) == (precision == "bf16")
+    assert choose_precision("auto", cpu) == precision
+    assert [choose_precision(name, cpu) for name in ("fp32", "bf16")] == ["fp32", "bf16"]
+    assert choose_precision("auto", torch.device("mps")) == "fp32"
 
 
 def test_fp16_is_refused_where_its_gradients_cannot_be_scaled():
@@ -148,7 +161,7 @@ def test_training_in_fewer_bits_counts_what_it_planned_keeps_float32_weights_and
     assert bytes_of[0] == bytes_of[1]
     weights = load_file(tmp_path / "whole" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32, torch.int64}
-    train(short("auto"), tmp_path / "full")
+    train(short("fp32"), tmp_path / "full")
     losses = [
         [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("whole", "full")

@@ -184,6 +184,13 @@ def test_a_preset_trains_as_the_paper_or_the_measured_small_setting_does(preset,
     assert {name: fields[name] for name in expected} == expected
 
 
+def test_mini_has_one_precision_on_every_machine_and_the_others_that_of_the_hardware():
+    precisions = {preset: make_recipe("moat:2", preset=preset).precision for preset in PRESETS}
+    assert {preset for preset in PRESETS if precisions[preset] == "fp32"} == {"mini", "mini-long"}
+    assert {precisions[preset] for preset in ("laptop", "paper", "paper-fast", "own")} == {"auto"}
+    assert make_recipe("moat:2", precision="bf16").precision == "bf16"
+
+
 def test_there_are_six_presets():
     assert set(PRESETS) == {"mini", "mini-long", "laptop", "paper", "paper-fast", "own"}
 

@@ -156,7 +156,7 @@ def measure_epochs(device: torch.device, bar: Bar) -> dict[str, Any]:
     cycles = {name: [str(parse_method(name).stage_at(epoch, EPOCHS)) for epoch in range(EPOCHS)] for name in METHODS}
     stages = list(dict.fromkeys(stage for cycle in cycles.values() for stage in cycle))
     seconds: dict[str, tuple[float, float]] = {}  # an epoch, and its passes
-    recipe = make_recipe(" | ".join(stages), epochs=len(stages))
+    recipe = make_recipe(" | ".join(stages), epochs=len(stages), precision="auto")  # as in three_steps
     with rehearsal(recipe, Machine(str(device), torch.get_num_threads()), load_images("mini")) as trainer:
         per_epoch = trainer.session.steps_per_epoch
         pure = three_steps(copy.deepcopy(trainer.session.model), *trainer.session.batches.at(0))

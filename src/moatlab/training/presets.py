@@ -27,6 +27,7 @@ BASE: dict[str, Any] = {
     "seed": 0,
 }
 MINI = BASE | {"data": "mini", "width": 16, "epochs": 21, "eps": "16/255", "augment": False, "holdout": 500}
+MINI |= {"precision": "fp32"}  # on every machine, so that its results can be compared
 
 # For the user's own images; `for_images` adds the rest.
 OWN = {name: value for name, value in BASE.items() if name not in ("batch_size", "holdout")}

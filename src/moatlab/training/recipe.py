@@ -110,7 +110,7 @@ class Recipe(BaseModel):
     monitor_every: int = Field(1, description="watch every N epochs, at ends of cycles; the last always", ge=1)
     monitor_images: int | None = Field(None, description="watch the first N of these images  [default: all]", ge=1)
     seed: int = Field(description="decides every random draw", ge=0, lt=2**63)
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on new GPUs, else fp32")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 where the hardware has it")
     on_collapse: Literal["warn", "stop", "rollback", "heal"] = Field(
         "warn", description="warn, stop or roll back to the last good epoch, or heal with --then"
     )
