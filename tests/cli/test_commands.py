@@ -14,13 +14,15 @@ from click.shell_completion import ShellComplete
 from PIL import Image
 
 import moatlab
+from images_for_tests import cifar_folder
 from moatlab.cli.main import cli
 from moatlab.cli.training import compare_command, plan_command, train_command
 from moatlab.data.loading import MINI_FOLDER
 from moatlab.methods.language import parse_method
 from moatlab.runtime import distributed
-from moatlab.training.recipe import Recipe
+from moatlab.training.recipe import Recipe, make_recipe
 
+LAPTOP = "no CUDA GPU: using the preset laptop; for the paper's network, use --preset paper\n"
 METRICS = {
     "schema", "epoch", "stage", "k", "lr", "loss", "clean", "fgsm", "pgd7", "alignment", "zero_gradients",
     "monitor", "comparable",
@@ -210,17 +212,47 @@ def test_plan_counts_what_sixty_epochs_cost(moat, method, passes, forwards, inpu
     [
         ([], 39),
         (["--preset", "mini-long"], 156),
-        (["--data", "cifar10"], 390),
-        (["--data", "cifar100"], 390),
+        (["--data", "cifar10"], 382),
+        (["--data", "cifar100"], 382),
         (["--batch-size", 5000], 1),
-        (["--data", "cifar10", "--holdout", 1000], 382),
+        (["--data", "cifar10", "--holdout", 0], 390),
     ],
 )
-def test_plan_knows_the_steps_of_an_epoch_without_touching_data(moat, alone, options, steps):
+def test_plan_knows_the_steps_of_an_epoch_without_touching_data(moat, alone, monkeypatch, options, steps):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, out, _ = moat("plan", "moat:2", *options, "--json")
     assert code == 0
     assert json.loads(out)["steps_per_epoch"] == steps
     assert list(alone.iterdir()) == []
+
+
+def test_cifar_without_a_gpu_has_the_preset_laptop_and_one_line_names_the_paper_s(moat, alone, monkeypatch):
+    for has_gpu in (False, True):
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        code, out, err = moat("plan", "moat:2", "--data", "cifar10")
+        assert code == 0
+        assert f"width {64 if has_gpu else 16}, eps 8/255 (L-inf), {60 if has_gpu else 30} epochs" in out
+        assert err == ("" if has_gpu else LAPTOP)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (alone / "few.toml").write_text('data = "cifar10"\n')
+    (alone / "all.toml").write_text(make_recipe("moat:2", preset="paper").to_toml())
+    for options, shown in ((["few.toml"], LAPTOP), (["few.toml", "--preset", "paper"], ""), (["all.toml"], "")):
+        assert moat("plan", "moat:2", "--recipe", *options).err == shown
+    assert moat("-q", "plan", "moat:2", "--data", "cifar10").err == ""
+    assert moat("reproduce", "figure1a", "--plan").err == LAPTOP
+    assert "preset laptop: cifar10" in moat("reproduce", "figure1a", "--plan").out
+    assert moat("reproduce", "figure1a", "--preset", "mini", "--plan").err == ""
+
+
+def test_a_run_on_cifar_without_a_gpu_explains_its_preset_once_and_not_when_it_is_resumed(moat, alone, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    cifar_folder(alone, "cifar10", count=60)
+    small = ("--data-dir", ".", "--width", 8, "--holdout", 20, "--batch-size", 20, "--threads", 1, "--max-steps", 1)
+    ended = moat("train", "fgsm", "--data", "cifar10", *small)
+    assert ended.code == 0, ended.err
+    assert ended.err.count(LAPTOP) == 1
+    assert 'stem = "4x4s2"' in (alone / "runs" / "fgsm_cifar10_s0" / "recipe.toml").read_text()
+    assert LAPTOP not in moat("train", "fgsm", "--data", "cifar10", *small, "--resume").err
 
 
 def test_plan_looks_at_a_folder_and_measures_a_few_steps(moat, alone, tiny):
@@ -351,7 +383,7 @@ def test_a_finished_run_tells_its_accuracies_and_its_record_says_the_same(moat, 
 
 def test_the_recipe_that_a_run_leaves_starts_the_same_run_again(moat, alone, tiny_options):
     assert moat("train", "moat:2", *tiny_options, "--epochs", 3, "--max-steps", 2, "--out", "one").code == 0
-    assert moat("train", "--recipe", "one/recipe.toml", "--max-steps", 2, "--out", "two").code == 0
+    assert moat("train", "--recipe", "one/recipe.toml", "--threads", 1, "--max-steps", 2, "--out", "two").code == 0
     for name in ("recipe.toml", "model.safetensors"):
         assert (alone / "one" / name).read_bytes() == (alone / "two" / name).read_bytes()
 

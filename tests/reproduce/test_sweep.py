@@ -7,11 +7,10 @@ import signal
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from images_for_tests import cifar_folder
 from moatlab.cli.publishing import split_methods
-from moatlab.data.cifar import to_records
 from moatlab.report.plots import plot_result
 from moatlab.reproduce import sweep as sweeping
 from moatlab.reproduce.outcomes import Outcome, pack, read_outcomes, steady_seconds, unpack
@@ -489,12 +488,8 @@ def test_data_that_is_absent_comes_with_the_way_to_get_it(moat):
 
 
 def test_data_that_is_not_whole_is_refused_at_the_paper_s_size(moat, alone):
-    folder = alone / "cifar-10-batches-bin"
-    folder.mkdir()
-    records = to_records(np.zeros((200, 32, 32, 3), np.uint8), np.arange(200) % 10).tobytes()
-    (folder / "data_batch_1.bin").write_bytes(records)
-    (folder / "test_batch.bin").write_bytes(records)
-    ended = moat("reproduce", "table2a", "--width", 8, "--data-dir", ".", "--yes")
+    folder = cifar_folder(alone, "cifar10", count=200)
+    ended = moat("reproduce", "table2a", "--preset", "paper", "--width", 8, "--data-dir", ".", "--yes")
     assert ended.code == 2
     assert "cifar10 is incomplete (200 instead of 50,000 training images" in ended.err
     assert [path.name for path in alone.iterdir()] == [folder.name]

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from moatlab.attacks.norms import Threat
 from moatlab.data.sizes import Sizes
 from moatlab.runtime.errors import UserError
-from moatlab.training.presets import PRESETS
+from moatlab.training.presets import PRESETS, default_preset
 from moatlab.training.recipe import ADAMW_LR, Recipe, load_recipe, make_recipe, read_recipe_file, slug
 
 methods = st.sampled_from(
@@ -223,11 +223,18 @@ def test_every_preset_makes_a_whole_recipe_whose_cycle_ends_at_its_last_stage(pr
     assert recipe.parsed_method.ends_cycle(recipe.epochs - 1)
 
 
-@pytest.mark.parametrize(("data", "epochs"), [(None, 21), ("mini", 21), ("cifar10", 60), ("cifar100", 60)])
-def test_the_default_preset_is_mini_and_paper_for_cifar(data, epochs):
-    recipe = make_recipe("moat:2", data=data)
-    assert recipe.epochs == epochs
-    assert recipe.data == (data or "mini")
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize("data", [None, "mini", "cifar10", "cifar100"])
+def test_the_default_preset_is_mini_and_for_cifar_paper_with_a_gpu_and_laptop_without(monkeypatch, data, has_gpu):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    for_cifar = "paper" if has_gpu else "laptop"
+    assert default_preset(data) == ("mini" if data in (None, "mini") else for_cifar)
+    assert make_recipe("moat:2", data=data) == make_recipe("moat:2", preset=default_preset(data), data=data)
+
+
+def test_own_images_have_their_preset_with_and_without_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", None)  # whoever asks fails
+    assert default_preset("photos") == "own"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +280,8 @@ def test_a_bad_option_is_refused_before_the_images_are_looked_at(tmp_path):
         make_recipe("moat:2", data=str(tmp_path / "nothing"))
 
 
-def test_data_in_a_recipe_file_chooses_the_default_preset_too(tmp_path):
+def test_data_in_a_recipe_file_chooses_the_default_preset_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert make_recipe("moat:2", file=written(tmp_path, 'data = "cifar100"')).width == 64
 
 

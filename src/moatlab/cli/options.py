@@ -14,8 +14,8 @@ import click
 from moatlab.runtime import console, trust
 from moatlab.runtime.environment import is_device
 from moatlab.runtime.errors import UserError
-from moatlab.training.presets import PRESETS
-from moatlab.training.recipe import Recipe, option_name
+from moatlab.training.presets import PRESETS, default_preset
+from moatlab.training.recipe import NEEDED, Recipe, option_name, read_recipe_file
 
 Command = Callable[..., Any]
 FILE = click.Path(path_type=Path, readable=False)  # not checked here; shells complete it
@@ -131,7 +131,9 @@ method_argument = click.argument("method", required=False, shell_complete=comple
 methods_argument = click.argument("methods", nargs=-1, required=True, shell_complete=complete_method)
 
 
-def recipe_options(*fixed: str, preset: str | None = None) -> Callable[[Command], Command]:
+def recipe_options(
+    *fixed: str, preset: str = "mini; CIFAR: laptop, with a GPU paper; others: own"
+) -> Callable[[Command], Command]:
     """--preset, --recipe, --threads, --device and an option for each field of `Recipe` but the method and `fixed`."""
 
     def add(command: Command) -> Command:
@@ -153,8 +155,8 @@ def recipe_options(*fixed: str, preset: str | None = None) -> Callable[[Command]
             option = click.option(flags, name, type=kind, default=None, callback=callback, help=field.description)
             command = option(command)
         command = click.option("--recipe", "file", type=FILE, help="Recipe file, such as a run's recipe.toml.")(command)
-        usual = "Settings to start from" + ("" if preset else "  [default: mini; CIFAR: paper; others: own]")
-        return click.option("--preset", type=click.Choice(list(PRESETS)), default=preset, help=usual)(command)
+        usual = f"Settings to start from  [default: {preset}]"
+        return click.option("--preset", type=click.Choice(list(PRESETS)), help=usual)(command)
 
     return add
 
@@ -164,6 +166,14 @@ def running_options(command: Command) -> Command:
     resume = click.option("--resume", is_flag=True, help="Resume the run in --out, or start it.")
     out = click.option("--out", type=FILE, help="Run folder  [default: runs/NAME]")
     return data_dir_option(trust_option(out(resume(json_option(command)))))
+
+
+def explain_preset(data: str, preset: str | None, file: Path | None) -> None:
+    """Print why CIFAR gets a small network, unless it was chosen by a preset or by a complete recipe."""
+    if preset or (file and read_recipe_file(file).keys() >= NEEDED):
+        return
+    if default_preset(data) == "laptop":
+        console.note("no CUDA GPU: using the preset laptop; for the paper's network, use --preset paper")
 
 
 def let_be_deterministic(recipe: Recipe) -> None:

@@ -12,11 +12,12 @@ from moatlab.cli import options as shared
 from moatlab.reproduce.paper import EXPERIMENTS, experiment
 from moatlab.runtime.console import counted
 from moatlab.runtime.errors import RunFailed
+from moatlab.training.presets import default_preset
 
 
 @click.command("reproduce", cls=shared.WithRecipe, short_help="Reproduce a table or figure of the paper.")
 @click.argument("name", metavar="TABLE|FIGURE", shell_complete=shared.completing(EXPERIMENTS))
-@shared.recipe_options("data", "schedule", "seed", "on_collapse", "then", preset="paper")
+@shared.recipe_options("data", "schedule", "seed", "on_collapse", "then", preset="laptop; with a GPU: paper")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, help="Runs per row, with seeds 0, 1, ...")
 @click.option("--methods", multiple=True, metavar="NAMES", help='Rows to train, such as "fgsm moat:2"  [default: all]')
 @click.option("--n", "images", type=click.IntRange(min=1), help="Test images to attack  [default: the preset's]")
@@ -34,7 +35,7 @@ def reproduce_command(
     """Train and evaluate a table or figure of the paper, compare with the paper's numbers and check its claims.
 
     \b
-    moat reproduce table2a                          the paper's settings, on a GPU
+    moat reproduce table2a --preset paper           the paper's settings, on a GPU
     moat reproduce table2a --preset mini --seeds 3  small, in hours on a CPU
     moat reproduce figure1a --plan                  show its cost
 
@@ -45,7 +46,10 @@ def reproduce_command(
     from moatlab.reproduce.plan import describe_plan, plan_sweep
 
     running = {key: options.pop(key) for key in ("data_dir", "known", "yes", "on")}
-    sweep = plan_sweep(experiment(name), methods=split_methods(options.pop("methods")), **options)
+    wanted, preset = experiment(name), options.pop("preset")
+    shared.explain_preset(wanted.data, preset, None)
+    methods = split_methods(options.pop("methods"))
+    sweep = plan_sweep(wanted, preset or default_preset(wanted.data), methods=methods, **options)
     out = out or sweep.folder
     if plan:
         described = describe_plan(sweep, out)

@@ -37,15 +37,15 @@ def train_command(
 
     \b
     moat train moat:2                             embedded data, in minutes
-    moat train imoat:2,5,8 --data cifar10         the paper's settings
+    moat train moat:2 --data cifar10              small; on a GPU the paper's size
     moat train moat:2 --data photos --model mynet:build --out runs/mine
     moat train fast --on-collapse heal            detect and repair a collapse
     moat train fgsm --epochs 3 --out runs/short
     moat train --resume --out runs/short          resume that run
 
     Presets: mini (embedded images, in minutes), mini-long (longer, attacks in eval mode), laptop (CIFAR on a CPU),
-    paper (network and attacks of Kim et al.), paper-fast (of Wong et al.), own (folders, .npz). moat plan shows their
-    settings.
+    paper (CIFAR on a GPU; network and attacks of Kim et al.), paper-fast (of Wong et al.), own (folders, .npz). moat
+    plan shows their settings.
     """
     running = {name: options.pop(name) for name in ("data_dir", "max_steps", "checkpoint_every", "stream")}
     if resume and not (options["method"] or options["file"]):
@@ -59,7 +59,9 @@ def train_command(
         out = Path("runs") / default_name(recipe, options["preset"])
     if resume and RunFolder(out).is_begun:
         recipe = resumed_recipe(RunFolder(out), **options)
-    recipe = recipe or make_recipe(**options)
+    else:
+        recipe = recipe or make_recipe(**options)
+        shared.explain_preset(recipe.data, options["preset"], options["file"])
     shared.let_be_deterministic(recipe)
     from moatlab.runtime.device import Machine
     from moatlab.training.api import train_recipe
@@ -101,7 +103,8 @@ def plan_command(as_json: bool, measure: bool, threads: int | None, device: str,
     """
     from moatlab.data.loading import KNOWN_SIZES
 
-    recipe = make_recipe(**options, trust_model_code=True)  # imports nothing
+    recipe = make_recipe(**options, trust_model_code=True)  # imports no code of the user's
+    shared.explain_preset(recipe.data, options["preset"], options["file"])
     parsed, epochs = recipe.parsed_method, recipe.epochs
     images = find_sizes(recipe.data, recipe.image_size)
     count = images.train - recipe.holdout
@@ -181,6 +184,8 @@ def compare_command(methods: tuple[str, ...], out: Path | None, **options: Any) 
             resumed_recipe(folder, method, **options) if folder in begun else make_recipe(method, **others)
             for method, folder in zip(methods, folders, strict=True)
         ]
+    else:
+        shared.explain_preset(recipes[0].data, options["preset"], options["file"])
     epochs = max(recipe.epochs for recipe in recipes)  # the step-wise default: 201 for cycles, 200 for others
     recipes = [recipe.model_copy(update={"epochs": epochs}) for recipe in recipes]
     shared.let_be_deterministic(recipes[0])

@@ -48,7 +48,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def default_preset(data: str | Path | None) -> str:
-    return "mini" if data in (None, "mini") else "paper" if data in SPECS else "own"
+    """For CIFAR by the hardware: `paper` takes days without a GPU. Only then torch is imported, which is slow."""
+    if data in (None, "mini"):
+        return "mini"
+    if data not in SPECS:
+        return "own"
+    import torch
+
+    return "paper" if torch.cuda.is_available() else "laptop"
 
 
 def paper_epochs(method: str, schedule: str) -> int:

@@ -110,7 +110,7 @@ class Recipe(BaseModel):
     monitor_every: int = Field(1, description="watch every N epochs, at ends of cycles; the last always", ge=1)
     monitor_images: int | None = Field(None, description="watch the first N of these images  [default: all]", ge=1)
     seed: int = Field(description="decides every random draw", ge=0, lt=2**63)
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 where the hardware has it")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on hardware for it")
     on_collapse: Literal["warn", "stop", "rollback", "heal"] = Field(
         "warn", description="warn, stop or roll back to the last good epoch, or heal with --then"
     )
@@ -235,6 +235,9 @@ class Recipe(BaseModel):
         return tomli_w.dumps({"schema": SCHEMA, **self.model_dump(mode="json", exclude_none=True)})
 
 
+NEEDED = {name for name, field in Recipe.model_fields.items() if field.is_required()}
+
+
 def make_recipe(
     method: str | None = None,
     *,
@@ -254,8 +257,7 @@ def make_recipe(
     '16/255'
     """
     layers = read_recipe_file(Path(file)) if file else {}
-    needed = {name for name, field in Recipe.model_fields.items() if field.is_required()}
-    complete = needed <= layers.keys()  # a run's own file: what it leaves out has its default, not the preset's value
+    complete = layers.keys() >= NEEDED  # a run's own file: what it leaves out has its default, not the preset's value
     named = str(layers.get("model", ""))
     if ":" in named and options.get("model") is None and not (trust_model_code or is_trusted(named)):
         raise needs_trust(named, f"the recipe {file}")
@@ -278,7 +280,7 @@ def make_recipe(
     start = PRESETS[preset] | (
         {"std": KIM_STD} if preset == "paper" and layers.get("data", "cifar10") == "cifar10" else {}
     )
-    fields = {name: value for name, value in start.items() if name in needed or not complete}
+    fields = {name: value for name, value in start.items() if name in NEEDED or not complete}
     fields |= {"eps": "128/255"} if layers.get("norm") == "l2" else {}
     fields |= ({"lr": ADAMW_LR} if layers.get("optimizer") == "adamw" else {}) | layers
     if "cycle_momentum" not in layers:
@@ -370,6 +372,5 @@ def slug(text: str) -> str:
 
 def default_name(recipe: Recipe, preset: str | None, methods: str | None = None) -> str:
     """Method, data (or the preset of mini) and seed: `moat-2_mini_s0`."""
-    preset = preset or default_preset(recipe.data)
-    where = preset if recipe.data == "mini" else Path(recipe.data).name
+    where = preset or "mini" if recipe.data == "mini" else Path(recipe.data).name
     return f"{slug(methods or recipe.method)}_{slug(where)}_s{recipe.seed}"
