@@ -14,7 +14,7 @@ from moatlab.cli.publishing import split_methods
 from moatlab.report.plots import plot_result
 from moatlab.reproduce import sweep as sweeping
 from moatlab.reproduce.outcomes import Outcome, pack, read_outcomes, steady_seconds, unpack
-from moatlab.reproduce.paper import experiment
+from moatlab.reproduce.paper import Asked, experiment
 from moatlab.reproduce.plan import plan_sweep
 from moatlab.reproduce.results import make_result
 from moatlab.reproduce.sweep import _kept, _others, run_sweep
@@ -446,6 +446,23 @@ def test_seeds_and_methods_choose_the_runs():
     assert ", 200 or 201 epochs, " in plan_sweep(experiment("table1a"), "paper").setting
     assert (sweep.asked.images, sweep.asked.aa_images) == (500, 200)
     assert plan_sweep(experiment("table2a"), "mini", images=50).asked.aa_images == 50
+
+
+def test_tables_at_laptop_have_the_last_epoch_only_on_a_thousand_images_for_every_attack():
+    asked = {preset: plan_sweep(experiment("table2a"), preset).asked for preset in ("laptop", "mini", "paper")}
+    assert asked["laptop"] == Asked(("last",), 1000, 1000)
+    assert asked["mini"] == Asked(("last", "best"), 500, 200)
+    assert asked["paper"] == Asked(("last", "best"), None, None)
+    assert plan_sweep(experiment("figure1a"), "laptop").asked.parts == ("final",)
+
+
+def test_runs_of_another_length_have_a_folder_of_their_own():
+    folders = [plan_sweep(experiment("figure1a"), "laptop", epochs=epochs).folder for epochs in (None, 15, 30)]
+    assert [folder.name.removeprefix("reproduce_laptop_cifar10_") for folder in folders] == [
+        "cyclic",
+        "cyclic_15-epochs",
+        "cyclic_30-epochs",
+    ]
 
 
 def test_methods_are_split_at_spaces_but_not_inside_a_cycle():

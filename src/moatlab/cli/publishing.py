@@ -25,7 +25,7 @@ from moatlab.training.presets import default_preset
 @click.option("--plan", is_flag=True, help="Print rows and costs; train nothing.")
 @click.option("--known", type=shared.FILE, multiple=True, metavar="FILE", help="Earlier result whose runs are reused.")
 @click.option("--yes", is_flag=True, help="Start even if it takes days.")
-@click.option("--out", type=shared.FILE, help="Output folder  [default: runs/reproduce_PRESET_DATA_SCHEDULE]")
+@click.option("--out", type=shared.FILE, help="Output folder  [default: runs/reproduce_PRESET_DATA_SCHEDULE...]")
 @shared.on_option
 @shared.data_dir_option
 @shared.json_option

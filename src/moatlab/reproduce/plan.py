@@ -14,6 +14,7 @@ from moatlab.training.recipe import Recipe, make_recipe, slug
 
 # Preset -> test images for all attacks, and for AutoAttack; others use all images.
 EVALUATED = {"mini": (500, 200), "mini-long": (500, 200), "laptop": (1000, 1000)}
+LAST_ONLY = ("laptop",)  # presets whose tables have no best epoch: half of the evaluation's time
 SURVIVING = 0.3  # share of images still robust during an attack, to estimate its time
 
 
@@ -42,6 +43,7 @@ class Sweep:
     jobs: list[Job]
     asked: Asked
     recipe_of: Callable[[str, int], Recipe]  # method, seed -> recipe with the same options
+    epochs: int | None = None  # None: the preset's
 
     @property
     def passes(self) -> float:
@@ -71,9 +73,9 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """The default folder: tables and figures of one preset, data set and schedule share their runs."""
-        recipe = self.jobs[0].recipe
-        return Path("runs") / f"reproduce_{self.preset}_{recipe.data}_{recipe.schedule}"
+        """The default folder: tables and figures of one preset, data set, schedule and length share their runs."""
+        recipe, length = self.jobs[0].recipe, f"_{self.epochs}-epochs" if self.epochs else ""
+        return Path("runs") / f"reproduce_{self.preset}_{recipe.data}_{recipe.schedule}{length}"
 
     @property
     def at_full_size(self) -> bool:
@@ -118,7 +120,8 @@ def plan_sweep(
     usual, usual_aa = EVALUATED.get(preset, (None, None))
     images = images or usual
     aa_images = aa_images or min(filter(None, (usual_aa, images)), default=None)
-    return Sweep(experiment, preset, jobs, Asked(experiment.parts, images, aa_images), recipe_of)
+    parts = tuple(part for part in experiment.parts if part != "best" or preset not in LAST_ONLY)
+    return Sweep(experiment, preset, jobs, Asked(parts, images, aa_images), recipe_of, options.get("epochs"))
 
 
 def describe(sweep: Sweep, out: Path) -> dict[str, Any]:

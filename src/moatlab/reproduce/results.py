@@ -57,7 +57,7 @@ def make_result(
         "machines": machines,
         "made": sorted({one.made for one in outcomes.values()}),
         "rows": table(part),
-        "best_rows": table("best") or None if "best" in experiment.parts else None,
+        "best_rows": table("best") or None if "best" in sweep.asked.parts else None,
         "claims": [asdict(claim) for claim in check_claims(experiment, measured)],
         "claims_in_paper": [asdict(claim) for claim in check_paper(experiment)],
         "failures": [*failures],
