@@ -14,7 +14,7 @@ from moatlab.cli.publishing import split_methods
 from moatlab.report.plots import plot_result
 from moatlab.reproduce import sweep as sweeping
 from moatlab.reproduce.outcomes import Outcome, pack, read_outcomes, steady_seconds, unpack
-from moatlab.reproduce.paper import Asked, experiment
+from moatlab.reproduce.paper import Asked, Row, experiment
 from moatlab.reproduce.plan import plan_sweep
 from moatlab.reproduce.results import make_result
 from moatlab.reproduce.sweep import _kept, _others, run_sweep
@@ -262,7 +262,7 @@ def test_claims_of_a_figure_look_at_the_runs_of_a_table_in_the_same_folder_or_in
     """imoat:2,5,8 is no row of figure 3, and one of its claims is about it; but only at the same length."""
     options = {"width": 8, "batch_size": 1000, "images": 6, "aa_images": 1}
     sweep = plan_sweep(experiment("figure3a"), "mini", epochs=3, **options)
-    recipe = sweep.recipe_of("imoat:2,5,8", 0)
+    recipe = sweep.recipe_of(Row("imoat:2,5,8", "imoat:2,5,8"), 0)
     kept = json.loads((KEPT / "table2a-mini.json").read_text())["runs"][0]
     outcome = Outcome(**kept | {"recipe_sha256": recipe.sha256, "images": 6, "aa_images": 1})
     assert _others(sweep, tmp_path, [outcome]) == {"imoat:2,5,8": [outcome]}

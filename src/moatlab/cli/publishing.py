@@ -38,10 +38,12 @@ def reproduce_command(
     moat reproduce table2a --preset paper           the paper's settings, on a GPU
     moat reproduce table2a --preset mini --seeds 3  small, in hours on a CPU
     moat reproduce figure1a --plan                  show its cost
+    moat reproduce radius                           robustness by training radius
 
     On CIFAR-10: table1a (step-wise schedule), table2a (cyclic), figure1a (PGD-7 accuracy over the epochs), figure2a
-    (data of stage I), figure3a (number of steps K); with b instead of a, on CIFAR-100. After an interruption, the same
-    command resumes. Tables and figures of one preset share their runs.
+    (data of stage I), figure3a (number of steps K); with b instead of a, on CIFAR-100. Not in the paper: radius (PGD-7
+    accuracy of fgsm, fast, nfgsm and moat:2 trained at 4 to 16/255). After an interruption, the same command resumes.
+    Tables and figures of one preset and length share their runs.
     """
     from moatlab.reproduce.plan import describe_plan, plan_sweep
 

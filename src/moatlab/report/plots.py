@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from moatlab.attacks.catalog import WATCHED
+from moatlab.attacks.norms import Threat
 from moatlab.methods.language import parse_method
 from moatlab.report.portrait import Portrait
 from moatlab.runtime.files import atomic, remove_leftovers
@@ -131,7 +132,7 @@ def plot_result(path: Path, result: dict[str, Any]) -> None:
     """A reproduced table or figure."""
     costs = _costs_in(result) if result["kind"] == "table" else []
     figure, panels = _figure(8 if len(costs) < 2 else 12, 4.6, max(len(costs), 1))
-    kinds = {"curves": _plot_curves, "bars": _plot_bars, "steps": _plot_steps}
+    kinds = {"curves": _plot_curves, "bars": _plot_bars, "steps": _plot_steps, "radius": _plot_radius}
     for axes, (name, label) in zip(panels, costs, strict=False):
         _plot_cost(axes, result, name, label)
     if costs:
@@ -211,6 +212,42 @@ def _plot_steps(axes: Axes, result: dict[str, Any]) -> None:
         axes.plot(steps, means, marker=MARKERS[number], color=COLOURS[number], label=name)
     _dress(axes, "steps K of stage III", "accuracy (%)")
     _legend_below(axes)
+
+
+def _plot_radius(axes: Axes, result: dict[str, Any]) -> None:
+    """A line per method through the means over seeds, and a mark per run that shows its outcome. Methods are slightly
+    apart; runs with cycled momentum have a place of their own at the right."""
+    rows = result["rows"]
+    places = {row["eps"]: 255 * Threat.of(row["eps"]).eps for row in rows}
+    beside = max(places.values()) + 3
+    names = list(dict.fromkeys(row["row"].partition(f" {row['eps']}")[0] for row in rows))
+    for number, name in enumerate(names):
+        colour, apart = COLOURS[number % len(COLOURS)], (number - (len(names) - 1) / 2) * 0.3
+        own = [row for row in rows if row["row"].startswith(f"{name} {row['eps']}")]
+        line = {row["eps"]: 100 * row["columns"]["pgd7"]["mean"] for row in own if not row["cycle_momentum"]}
+        axes.plot([places[eps] + apart for eps in line], list(line.values()), color=colour, linewidth=2, label=name)
+        for row in own:
+            x = apart + (beside if row["cycle_momentum"] else places[row["eps"]])
+            for value, outcome in zip(row["columns"]["pgd7"]["seeds"], row["outcomes"], strict=True):
+                axes.plot(x, 100 * value, **_mark(outcome, colour))
+    outcomes = dict.fromkeys(outcome for row in rows for outcome in row["outcomes"])
+    for outcome in outcomes:
+        axes.plot([], [], **_mark(outcome, GREY), label=outcome)
+    ticks = {place: f"{place:g}" for place in places.values()}
+    if any(row["cycle_momentum"] for row in rows):
+        axes.axvline(beside - 1.5, color=GREY, linewidth=0.8, linestyle=":")
+        ticks[beside] = f"{beside - 3:g}, cycled\nmomentum"
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    _dress(axes, "radius of training and attack (eps x 255)", "PGD-7 accuracy on the test images (%)")
+    axes.set_ylim(bottom=-axes.get_ylim()[1] / 50)  # so that a point at zero is not cut
+    _legend_below(axes, columns=len(names) + len(outcomes))
+
+
+def _mark(outcome: str, colour: str) -> dict[str, Any]:
+    """Filled if robust, a hollow cross if collapsed, hollow otherwise."""
+    shape = {"marker": "X", "markersize": 11} if outcome == "collapsed" else {"marker": "o", "markersize": 8}
+    face = colour if outcome == "robust" else "white"
+    return {**shape, "color": colour, "markerfacecolor": face, "markeredgewidth": 1.5, "linestyle": "", "zorder": 3}
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:

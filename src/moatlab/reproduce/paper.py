@@ -1,4 +1,4 @@
-"""The tables, figures and claims of the paper as data (Wang et al., 2021, arXiv:2106.15357)."""
+"""The tables, figures and claims of the paper as data (Wang et al., 2021, arXiv:2106.15357), and one figure of ours."""
 
 import json
 from collections.abc import Iterator
@@ -12,15 +12,31 @@ from moatlab.runtime.errors import UserError, did_you_mean
 COLUMNS = PAPER
 OURS = ("nfgsm",)  # a later single-step baseline (de Jorge et al., 2022), below the paper's rows
 Part = Literal["final", "last", "best"]
+# The radius figure: accuracy against the radius trained for (figure 1 of Andriushchenko and Flammarion, 2020).
+RADII = ("4/255", "8/255", "12/255", "16/255")
+RADIUS_METHODS = ("fgsm", "fast", "nfgsm", "moat:2")
+RADIUS_EPOCHS = 15
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table, a curve or a bar of a figure."""
+    """A row of a table, a curve or a bar of a figure, or with `eps` a point of the radius figure."""
 
     label: str
     method: str
     in_paper: bool = True
+    eps: str | None = None
+    cycled: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What its recipe has besides the options of the sweep."""
+        return {"eps": self.eps, "cycle_momentum": self.cycled} if self.eps else {}
+
+    @property
+    def suffix(self) -> str:
+        """Of the names of its runs: `_eps16-cycled`."""
+        return f"_eps{self.eps.partition('/')[0]}{'-cycled' * self.cycled}" if self.eps else ""
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,7 @@ class Experiment:
 
     name: str
     title: str
-    kind: Literal["table", "curves", "bars", "steps"]
+    kind: Literal["table", "curves", "bars", "steps", "radius"]
     data: str
     schedule: str
     rows: list[Row]
@@ -39,6 +55,17 @@ class Experiment:
     columns: tuple[str, ...] = COLUMNS
     paper: dict[str, dict[str, float]] = field(default_factory=dict)  # row -> column -> fraction, and `minutes`
     collapsed: list[str] = field(default_factory=list)  # rows marked as catastrophically overfitted
+    epochs: int | None = None  # None: the preset's
+
+    @property
+    def in_paper(self) -> bool:
+        return self.kind != "radius"
+
+    def rows_of(self, method: str) -> list[Row]:
+        """The rows of a method or label; those to add if it is no row here."""
+        if found := [row for row in self.rows if method in (row.method, row.label)]:
+            return found
+        return [Row(method, method, in_paper=False)] if self.in_paper else radius_rows(method)
 
 
 @dataclass(frozen=True)
@@ -55,6 +82,28 @@ def experiment(name: str) -> Experiment:
         known = ", ".join(EXPERIMENTS) + did_you_mean(name, EXPERIMENTS)
         raise UserError(f"there is no '{name}' in the paper; choose one of {known}")
     return EXPERIMENTS[name]
+
+
+def radius_rows(method: str) -> list[Row]:
+    """A method at each radius, and at the largest with cycled momentum too."""
+    rows = [Row(f"{method} {eps}", method, in_paper=False, eps=eps) for eps in RADII]
+    cycled = f"{method} {RADII[-1]}, cycled momentum"
+    return [*rows, Row(cycled, method, in_paper=False, eps=RADII[-1], cycled=True)]
+
+
+def _radius() -> Experiment:
+    return Experiment(
+        name="radius",
+        title="Accuracy under PGD-7 by the radius trained for, CIFAR-10",
+        kind="radius",
+        data="cifar10",
+        schedule="cyclic",
+        rows=[row for method in RADIUS_METHODS for row in radius_rows(method)],
+        claims=[],
+        parts=("final",),
+        columns=WATCHED,
+        epochs=RADIUS_EPOCHS,
+    )
 
 
 def _experiments() -> Iterator[Experiment]:
@@ -76,4 +125,4 @@ def _experiments() -> Iterator[Experiment]:
 
 
 PRINTED = json.loads((Path(__file__).parent / "paper.json").read_text(encoding="utf-8"))
-EXPERIMENTS = {one.name: one for one in _experiments()}
+EXPERIMENTS = {one.name: one for one in (*_experiments(), _radius())}

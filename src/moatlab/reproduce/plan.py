@@ -10,7 +10,7 @@ from typing import Any
 from moatlab.data.loading import KNOWN_SIZES
 from moatlab.reproduce.paper import COLUMNS, Asked, Experiment, Row
 from moatlab.runtime.errors import UserError
-from moatlab.training.recipe import Recipe, make_recipe, slug
+from moatlab.training.recipe import Recipe, make_recipe, option_name, slug
 
 # Preset -> test images for all attacks, and for AutoAttack; others use all images.
 EVALUATED = {"mini": (500, 200), "mini-long": (500, 200), "laptop": (1000, 1000)}
@@ -27,7 +27,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"{slug(self.recipe.method)}_s{self.recipe.seed}"
+        return f"{slug(self.recipe.method)}{self.row.suffix}_s{self.recipe.seed}"
 
     @cached_property
     def passes(self) -> float:
@@ -42,7 +42,7 @@ class Sweep:
     preset: str
     jobs: list[Job]
     asked: Asked
-    recipe_of: Callable[[str, int], Recipe]  # method, seed -> recipe with the same options
+    recipe_of: Callable[[Row, int], Recipe]  # row, seed -> recipe with the same options
     epochs: int | None = None  # None: the preset's
 
     @property
@@ -83,8 +83,13 @@ class Sweep:
 
     @property
     def setting(self) -> str:
-        lengths = " or ".join(map(str, sorted({job.recipe.epochs for job in self.jobs})))  # whole cycles may take more
-        setting = re.sub(r", seed \d+", "", self.jobs[0].recipe.setting)
+        recipes = [job.recipe for job in self.jobs]
+        lengths = " or ".join(map(str, sorted({recipe.epochs for recipe in recipes})))  # whole cycles may take more
+        radii = sorted({recipe.threat for recipe in recipes}, key=lambda threat: threat.eps)
+        setting = re.sub(r", seed \d+", "", recipes[0].setting)
+        setting = setting.replace(recipes[0].threat.text, ", ".join(threat.text for threat in radii), 1)
+        if not all(recipe.cycle_momentum for recipe in recipes):
+            setting = setting.replace(", cycled momentum", "")
         return re.sub(r"\d+ epochs?", f"{lengths} epoch{'s' * (lengths != '1')}", setting, count=1)
 
 
@@ -101,19 +106,22 @@ def plan_sweep(
     """The runs of a table or figure, seed by seed. `methods` selects rows, or adds methods that are no rows."""
     if preset.startswith("mini") and experiment.data != "cifar10":
         raise UserError(f"{experiment.name} needs CIFAR-100, and {preset} has images of CIFAR-10; use --preset laptop")
+    for name in experiment.rows[0].options:
+        if options.get(name) is not None:
+            raise UserError(f"{experiment.name} decides on {option_name(name)} by itself; leave it out")
     data = "mini" if preset.startswith("mini") else experiment.data
     # Only warn: the table shows what a collapse does to a run.
     options |= {"data": data, "schedule": experiment.schedule, "on_collapse": "warn"}
+    options["epochs"] = options.get("epochs") or experiment.epochs
 
-    def recipe_of(method: str, seed: int) -> Recipe:
-        recipe = make_recipe(method, preset=preset, seed=seed, **options)
+    def recipe_of(row: Row, seed: int) -> Recipe:
+        recipe = make_recipe(row.method, preset=preset, seed=seed, **options | row.options)
         # Without held-out images, show test accuracy, as figure 1 of the paper does. Nothing is selected with it.
         watched = {"monitor": "test"} if recipe.holdout == 0 and options.get("monitor") is None else {}
         return recipe.model_copy(update=watched)
 
-    known = {row.method: row for row in experiment.rows} | {row.label: row for row in experiment.rows}
-    rows = [known.get(method, Row(method, method, in_paper=False)) for method in methods or list(known)]
-    jobs = [Job(row, recipe_of(row.method, seed)) for seed in range(seeds) for row in dict.fromkeys(rows)]
+    rows = [row for method in methods for row in experiment.rows_of(method)] if methods else experiment.rows
+    jobs = [Job(row, recipe_of(row, seed)) for seed in range(seeds) for row in dict.fromkeys(rows)]
     for option, count in (("--n", images), ("--n-aa", aa_images)):
         if count and count > (there := KNOWN_SIZES[data][1]):
             raise UserError(f"{option} {count} is more than the {there:,} test images of {data}")
@@ -131,12 +139,13 @@ def describe(sweep: Sweep, out: Path) -> dict[str, Any]:
 
 
 def describe_plan(sweep: Sweep, out: Path) -> dict[str, Any]:
-    """What would run: the paper's rows and, apart, additional ones."""
+    """What would run: the rows of the table or figure and, apart, those that the paper does not have."""
     rows: dict[str, list[Any]] = {"rows": [], "additional_rows": []}
     for job in sweep.jobs:
         recipe = job.recipe
         names = {"row": job.row.label, "method": recipe.method, "seed": recipe.seed, "run": job.name}
         numbers = {"epochs": recipe.epochs, "passes": job.passes, "recipe": recipe.model_dump(mode="json")}
-        rows["rows" if job.row.in_paper else "additional_rows"].append(names | numbers)
+        usual = job.row.in_paper or (not sweep.experiment.in_paper and job.row in sweep.experiment.rows)
+        rows["rows" if usual else "additional_rows"].append(names | numbers)
     counts = {"images": sweep.asked.images, "aa_images": sweep.asked.aa_images, "passes": sweep.passes}
     return describe(sweep, out) | counts | rows

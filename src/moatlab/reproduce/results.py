@@ -43,11 +43,15 @@ def make_result(
         return len({*machines, *(one.machine for one in found)}) == 1  # seconds of two machines can't be compared
 
     measured = {method: as_runs(found, part, timed=timed(found)) for method, found in by_method.items() if found}
-    base = by_method.get("fgsm", [])
+    base = {row.suffix: found for row, found in by_row.items() if row.method == "fgsm"}
+
+    def line(row: Row, part: Part, found: list[Outcome]) -> dict[str, Any]:
+        fgsm = base.get(row.suffix) or by_method.get("fgsm", [])
+        return _row(experiment, row, part, found, fgsm, timed(fgsm))
 
     def table(part: Part) -> list[dict[str, Any]]:
         rows = {row: [one for one in found if one.part(part)] for row, found in by_row.items()}
-        return [_row(experiment, row, part, found, base, timed(base)) for row, found in rows.items() if found]
+        return [line(row, part, found) for row, found in rows.items() if found]
 
     shown = anybody and anybody.part(part)
     return {
@@ -82,6 +86,7 @@ def _row(
         "row": row.label,
         "method": runs[0].method,
         "in_paper": row.in_paper,
+        **row.options,
         "seeds": [one.seed for one in runs],
         "columns": {
             name: _column([one.accuracy[name] for one in measured], measured[0].images[name], paper.get(name))

@@ -131,13 +131,13 @@ def _announce(
 
 def _in_folder(sweep: Sweep, out: Path) -> list[Job]:
     """Runs in the sweep's folder, of other rows and seeds too, with the recipes that they should have."""
-    paths = sorted(out.glob(f"*/{RunFile.RECIPE}"))
-    jobs = {path: _job(sweep, recipe.method, recipe.seed) for path in paths if (recipe := load_recipe(path))}
-    return [job for path, job in jobs.items() if job.name == path.parent.name]  # others are not runs of a sweep
-
-
-def _job(sweep: Sweep, method: str, seed: int) -> Job:
-    return Job(Row(method, method), sweep.recipe_of(method, seed))
+    jobs = []
+    for path in sorted(out.glob(f"*/{RunFile.RECIPE}")):
+        recipe = load_recipe(path)
+        rows = [Row(recipe.method, recipe.method), *sweep.experiment.rows_of(recipe.method)]
+        some = [Job(row, sweep.recipe_of(row, recipe.seed)) for row in rows]
+        jobs += [job for job in some if job.name == path.parent.name][:1]  # others are not runs of a sweep
+    return jobs
 
 
 def _kept(path: Path, outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -164,6 +164,8 @@ def _others(sweep: Sweep, out: Path, before: list[Outcome]) -> dict[str, list[Ou
     """Method -> earlier runs of the same setting that are no rows here; claims may compare with them."""
     ours = {row.method for row in sweep.rows}
     methods = dict.fromkeys(row.method for one in EXPERIMENTS.values() for row in one.rows if row.method not in ours)
-    jobs = {method: [_job(sweep, method, seed) for seed in sweep.seeds] for method in methods}
-    found = {method: [one for job in some if (one := _known(sweep, job, out, before))] for method, some in jobs.items()}
+    found = {}
+    for row in [Row(method, method) for method in methods]:
+        jobs = [Job(row, sweep.recipe_of(row, seed)) for seed in sweep.seeds]
+        found[row.method] = [one for job in jobs if (one := _known(sweep, job, out, before))]
     return {method: outcomes for method, outcomes in found.items() if outcomes}

@@ -14,6 +14,7 @@ Result = dict[str, Any]
 ENDS = ("outcome", "passes")
 COSTS = ("passes", "/ fgsm", "TFLOP", "/ fgsm", "seconds", "/ fgsm", "paper: minutes", "/ fgsm")
 TITLES = {"rows": "Last epoch, as in the paper", "best_rows": "Best epoch on held-out images"}
+RADIUS_TITLE = "PGD-7 at the radius trained for, last epoch"
 MARKS = {"holds": "holds", "does not hold": "does not hold", "not decided": "not decided"}
 STYLES = {"holds": "green", "does not hold": "red"}
 NOTES = {
@@ -33,6 +34,10 @@ NOTES = {
         "that are untrained, and accuracies of overfitted ones, decide nothing."
     ),
 }
+RADIUS_NOTE = (
+    "This figure is not in the paper; it is like figure 1 of Andriushchenko and Flammarion (2020). FGSM and PGD-7 "
+    "attack each run at the radius that it was trained for, on all test images."
+)
 THEIR_TIME = "The paper's minutes are from another machine: compare only their ratios with ours."
 
 
@@ -109,8 +114,9 @@ def tables_of(result: Result) -> list[dict[str, Any]]:
     """Each with its title, the headings of its columns, and its lines."""
     names = list(columns_of(result).values())
     shown = [*names, *([f"Clean of AA's {result['images']['aa']}"] if _differs(result) else []), *ENDS]
+    titles = TITLES | ({"rows": RADIUS_TITLE} if result["kind"] == "radius" else {})
     tables = [
-        *((title, shown, accuracy_lines(result[key] or [])) for key, title in TITLES.items()),
+        *((title, shown, accuracy_lines(result[key] or [])) for key, title in titles.items()),
         ("Training cost", *cost_table(result["rows"])),
         ("The paper's accuracies, and ours minus the paper's", names, paper_lines(result)),
     ]
@@ -140,7 +146,8 @@ def limitations_of(result: Result) -> list[str]:
     """What a reader must know before using the numbers."""
     limits = []
     if len(result["seeds"]) == 1:
-        limits.append("One seed: intervals cover the test images only, and no claim is decided.")
+        undecided = ", and no claim is decided" if result["claims"] else ""
+        limits.append(f"One seed: intervals cover the test images only{undecided}.")
     if any(line.get("alignment") is None for run in result["runs"] for line in run["history"] if line["comparable"]):
         limits.append(
             "Some runs were made before the alignment of gradients was kept: their outcomes go by the gap alone."
@@ -189,11 +196,17 @@ def for_page(result: Result) -> dict[str, Any]:
     return {
         "paper_tables": tables_of(result),
         "conditions": conditions(result),
-        "explained": " ".join([*NOTES.values(), *([THEIR_TIME] if in_paper(result) else [])]),
+        "explained": " ".join(explained(result)),
         "claims": claims_of(result),
         "flags": flags_of(result),
         "failures": failures_of(result),
     }
+
+
+def explained(result: Result) -> list[str]:
+    notes = [note for name, note in NOTES.items() if name != "claims" or result["claims"]]
+    notes += [RADIUS_NOTE] if result["kind"] == "radius" else []
+    return notes + ([THEIR_TIME] if in_paper(result) else [])
 
 
 def as_text(result: Result, kind: str, picture: str | None = None) -> str:
@@ -205,7 +218,7 @@ def as_text(result: Result, kind: str, picture: str | None = None) -> str:
         for_page(result),
         result=result,
         marks=MARKS,
-        notes=NOTES,
+        notes=NOTES | {"radius": RADIUS_NOTE},
         limitations=limitations_of(result),
         picture=picture or f"{result['experiment']}.png",
     )
@@ -227,7 +240,8 @@ def print_reproduction(result: Result) -> None:
             table.add_row("  paper", *percent, "", ratio(cost["paper_to_fgsm"]), style="dim")
     console.print(table)
     console.print(f"{conditions(result)} Accuracy in %; time relative to fgsm.", markup=False)
-    console.print("\nThe paper's claims:")
+    if result["claims"]:
+        console.print("\nThe paper's claims:")
     for claim in claims_of(result):
         style = STYLES.get(claim["verdict"])
         where = f"(section {claim['section']})"
