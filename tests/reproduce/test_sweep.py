@@ -512,6 +512,34 @@ def test_data_that_is_not_whole_is_refused_at_the_paper_s_size(moat, alone):
     assert [path.name for path in alone.iterdir()] == [folder.name]
 
 
+def test_a_part_of_cifar100_is_enough_for_laptop_and_is_stated_with_the_result(moat, alone):
+    cifar_folder(alone, "cifar100", count=200)
+    small = ("--epochs", 1, "--width", 8, "--batch-size", 50, "--holdout", 50, "--threads", 1, "--n", 4, "--n-aa", 1)
+    ended = moat("reproduce", "table2b", "--preset", "laptop", *small, "--methods", "fgsm", "--data-dir", ".")
+    assert ended.code == 0, ended.err
+    part = "NOT the whole data set: 200 instead of 50,000 training images"
+    (folder,) = (alone / "runs").iterdir()
+    assert folder.name == "reproduce_laptop_cifar100_cyclic_1-epochs"
+    for text in (ended.out, (folder / "table2b.md").read_text(), (folder / "table2b.html").read_text()):
+        assert part in " ".join(text.split())
+    result = read_json(folder / "table2b.json")
+    assert result["data"]["note"].startswith("200 instead of 50,000 training images")
+    assert (result["data"]["trained_on"], result["data"]["held_out"]) == (150, 50)
+    assert result["best_rows"] is None
+    assert result["images"]["aa"] == 1
+    assert "best" not in result["runs"][0]
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_note_on_the_conditions_is_shown_with_the_result(tmp_path):
+    sweep, known = plan_sweep(experiment("figure1a"), "mini", methods=["fgsm"]), [KEPT / "figure1a-mini.json"]
+    result = run_sweep(sweep, tmp_path, known=known, note="other jobs ran during training")
+    assert result["note"] == "other jobs ran during training"
+    for kind in ("md", "html", "tex"):
+        assert "test images; other jobs ran during training." in (tmp_path / f"figure1a.{kind}").read_text()
+    assert run_sweep(sweep, tmp_path, known=known)["note"] is None
+
+
 def test_what_takes_days_without_a_gpu_is_not_started_unasked(moat, alone):
     ended = moat("reproduce", "table2a", "--preset", "mini", "--epochs", 100_000, "--threads", 1)
     assert ended.code == 2

@@ -24,6 +24,7 @@ from moatlab.training.presets import default_preset
 @click.option("--n-aa", "aa_images", type=click.IntRange(min=1), help="Same for AutoAttack  [default: the preset's]")
 @click.option("--plan", is_flag=True, help="Print rows and costs; train nothing.")
 @click.option("--known", type=shared.FILE, multiple=True, metavar="FILE", help="Earlier result whose runs are reused.")
+@click.option("--note", metavar="TEXT", help='Shown with the result, such as "other jobs ran during training".')
 @click.option("--yes", is_flag=True, help="Start even if it takes days.")
 @click.option("--out", type=shared.FILE, help="Output folder  [default: runs/reproduce_PRESET_DATA_SCHEDULE...]")
 @shared.on_option
@@ -47,7 +48,7 @@ def reproduce_command(
     """
     from moatlab.reproduce.plan import describe_plan, plan_sweep
 
-    running = {key: options.pop(key) for key in ("data_dir", "known", "yes", "on")}
+    running = {key: options.pop(key) for key in ("data_dir", "known", "yes", "on", "note")}
     wanted, preset = experiment(name), options.pop("preset")
     shared.explain_preset(wanted.data, preset, None)
     methods = split_methods(options.pop("methods"))

@@ -140,7 +140,8 @@ def plot_result(path: Path, result: dict[str, Any]) -> None:
     else:
         kinds[result["kind"]](panels[0], result)
     seeds = f"{len(result['seeds'])} seed" + "s" * (len(result["seeds"]) != 1)
-    title = f"{result['experiment']}: {result['title']}\npreset {result['preset']}: {result['setting']}; {seeds}"
+    part = f"; NOT the whole data set: {result['data']['note']}" if result["data"]["note"] else ""
+    title = f"{result['experiment']}: {result['title']}\npreset {result['preset']}: {result['setting']}; {seeds}{part}"
     figure.suptitle(title, fontsize=8, color=GREY, wrap=True)
     _save(figure, path)
 

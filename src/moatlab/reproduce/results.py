@@ -27,6 +27,7 @@ def make_result(
     kept: Sequence[Outcome] = (),
     failures: Sequence[dict[str, str]] = (),
     command: str | None = None,
+    note: str | None = None,
 ) -> dict[str, Any]:
     """`others`: method -> runs that are no rows here, for the claims. `kept`: runs to store in the file only."""
     experiment, part = sweep.experiment, sweep.experiment.parts[0]
@@ -67,6 +68,7 @@ def make_result(
         "failures": [*failures],
         "date": datetime.now(UTC).date().isoformat(),
         "command": command,
+        "note": note,
         "environment": describe_environment() | {"commit": commit()},
         "runs": [one.as_dict() for found in by_row.values() for one in found],
         "kept_runs": [one.as_dict() for one in kept],

@@ -38,11 +38,12 @@ def run_sweep(
     yes: bool = False,
     on: str | None = None,
     command: str | None = None,
+    note: str | None = None,
 ) -> dict[str, Any]:
     """Train and evaluate the missing runs; write and return the result, which lists runs that failed.
 
     `known`: earlier results, whose runs are not repeated. `on`: where to train (see `pool.each`). `yes`: start even if
-    it takes days. `command`: recorded in the result.
+    it takes days. `command`: recorded in the result. `note`: a remark on its conditions, shown with it.
     """
     machine = machine or Machine()
     for job in [*sweep.jobs, *_in_folder(sweep, out)]:
@@ -73,7 +74,8 @@ def run_sweep(
     name = sweep.experiment.name
     kept = _kept(out / f"{name}.json", outcomes.values())
     others = _others(sweep, out, before)
-    result = make_result(sweep, outcomes, out, others=others, kept=kept, failures=failures, command=command)
+    remarks = {"command": command, "note": note}
+    result = make_result(sweep, outcomes, out, others=others, kept=kept, failures=failures, **remarks)
     write_result(out, result)
     picture = None
     if outcomes:

@@ -139,6 +139,7 @@ def conditions(result: Result) -> str:
     counts = f"; first {most:,} test images" if images else ""
     fewer = f" (AutoAttack: first {images['aa']:,})" if images and images.get("aa", most) != most else ""
     note = f"; NOT the whole data set: {data['note']}" if data and data["note"] else ""
+    note += f"; {result['note']}" if result.get("note") else ""  # older results have no such key
     return f"Preset {result['preset']}: {result['setting']}; {seeds}{counts}{fewer}{note}."
 
 
