@@ -15,8 +15,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from moatlab.training.making import make_recipe
 from moatlab.training.outcome import outcome_of
-from moatlab.training.recipe import make_recipe, slug
+from moatlab.training.recipe import slug
 from moatlab.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from moatlab.methods.language import parse_method
+from moatlab.training.making import make_recipe
 from moatlab.training.outcome import judge, outcome_of
-from moatlab.training.recipe import make_recipe, slug
+from moatlab.training.recipe import slug
 from moatlab.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]

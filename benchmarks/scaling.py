@@ -31,7 +31,7 @@ from moatlab.data.batches import Batches
 from moatlab.data.images import as_floats
 from moatlab.reproduce.benchmark import peak_memory
 from moatlab.runtime.environment import keep_freed_memory
-from moatlab.training.recipe import make_recipe
+from moatlab.training.making import make_recipe
 from moatlab.training.run_folder import RunFolder
 from moatlab.training.setup import Session
 from moatlab.training.trainer import Trainer

@@ -37,7 +37,8 @@ from moatlab.methods.language import Stage
 from moatlab.models.convolution import Conv2d
 from moatlab.runtime import distributed
 from moatlab.runtime.environment import keep_freed_memory
-from moatlab.training.recipe import Recipe, make_recipe
+from moatlab.training.making import make_recipe
+from moatlab.training.recipe import Recipe
 from moatlab.training.run_folder import RunFolder
 from moatlab.training.schedules import SCHEDULES
 from moatlab.training.setup import Session

@@ -12,7 +12,7 @@ from moatlab.evaluation.target import load_target
 from moatlab.runtime import distributed
 from moatlab.runtime.errors import UserError
 from moatlab.training.api import train_recipe as train
-from moatlab.training.recipe import make_recipe
+from moatlab.training.making import make_recipe
 
 STAGES = "moat:2", "imoat:1,2,3", "standard | cutmix | nfgsm", "fgsm | kim | gradalign:0.5"
 

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from moatlab.reproduce.comparison import compare
     from moatlab.runtime.errors import RunFailed, UserError
     from moatlab.training.api import TrainedRun, train
+    from moatlab.training.making import make_recipe
     from moatlab.training.monitor import measure
     from moatlab.training.own_loop import make_batch
-    from moatlab.training.recipe import Recipe, make_recipe
+    from moatlab.training.recipe import Recipe
 
 __all__ = ["Recipe", "RunFailed", "TrainedRun", "UserError", "add_stage", "as_images", "compare", "evaluate", "load"]
 __all__ += ["load_images", "make_batch", "make_recipe", "measure", "parse_method", "train", "write_report"]
@@ -36,15 +37,16 @@ _public = lazily(
         "data.loading": "load_images",
         "evaluation.evaluator": "evaluate",
         "methods.batches": "add_stage",
-        "training.own_loop": "make_batch",
         "methods.language": "parse_method",
         "models.registry": "load",
         "report.page": "write_report",
         "reproduce.comparison": "compare",
         "runtime.errors": "RunFailed UserError",
         "training.api": "TrainedRun train",
+        "training.making": "make_recipe",
         "training.monitor": "measure",
-        "training.recipe": "Recipe make_recipe",
+        "training.own_loop": "make_batch",
+        "training.recipe": "Recipe",
     },
 )
 

@@ -20,7 +20,8 @@ from moatlab.cli.training import compare_command, plan_command, train_command
 from moatlab.data.loading import MINI_FOLDER
 from moatlab.methods.language import parse_method
 from moatlab.runtime import distributed
-from moatlab.training.recipe import Recipe, make_recipe
+from moatlab.training.making import make_recipe
+from moatlab.training.recipe import Recipe
 
 LAPTOP = "no CUDA GPU: using the preset laptop; for the paper's network, use --preset paper\n"
 METRICS = {

@@ -13,7 +13,7 @@ from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.models.registry import build_model
 from moatlab.models.weights import write_weights
 from moatlab.runtime.errors import UserError
-from moatlab.training.recipe import make_recipe
+from moatlab.training.making import make_recipe
 from moatlab.training.setup import model_arguments
 from models_for_tests import Linear
 

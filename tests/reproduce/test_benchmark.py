@@ -11,7 +11,7 @@ from moatlab.reproduce import benchmark
 from moatlab.runtime.console import Bar
 from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import RunFailed
-from moatlab.training.recipe import make_recipe
+from moatlab.training.making import make_recipe
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import moatlab
-from moatlab.training.recipe import make_recipe
+from moatlab.training.making import make_recipe
 
 
 def recipes(tiny, *methods):

@@ -22,7 +22,7 @@ from moatlab.reproduce.tables import as_text
 from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import read_json, write_json
-from moatlab.training.recipe import make_recipe
+from moatlab.training.making import make_recipe
 
 KEPT = Path(__file__).parents[2] / "docs" / "results"
 # One epoch of 4 steps of a narrow model; one image for AutoAttack, whose 5,000 queries would take the longest.

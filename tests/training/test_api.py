@@ -19,13 +19,14 @@ from moatlab.data.loading import load_images
 from moatlab.evaluation.target import model_sha256
 from moatlab.methods.batches import prepare_loss
 from moatlab.methods.context import Context
-from moatlab.methods.language import Stage
+from moatlab.methods.language import parse_method
 from moatlab.methods.stages import STAGES
 from moatlab.models.registry import BUILT_IN, build_model
 from moatlab.models.weights import read_weights
 from moatlab.runtime.device import choose_device
 from moatlab.runtime.errors import UserError
-from moatlab.training.recipe import load_recipe, make_recipe
+from moatlab.training.making import make_recipe
+from moatlab.training.recipe import load_recipe
 
 # --- models
 
@@ -277,8 +278,7 @@ def test_stages_stay_inside_the_l2_ball(stage):
         seen.append(images.detach())
         return model(images)
 
-    name, _, value = stage.partition(":")
-    only = Stage(name, (float(value) if name == "gradalign" else int(value or 3),) if value or name == "kim" else ())
+    (only,) = parse_method(stage).stages
     context = Context(model, forward, Threat("l2", 0.3), torch.Generator().manual_seed(1), 5)
     prepare_loss(only, context, x, y)()
     (made,) = seen

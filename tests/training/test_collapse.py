@@ -11,7 +11,7 @@ from moatlab.runtime.errors import NotWritten, RunFailed
 from moatlab.runtime.files import read_json
 from moatlab.training import trainer
 from moatlab.training.api import train_recipe as train
-from moatlab.training.recipe import make_recipe
+from moatlab.training.making import make_recipe
 from moatlab.training.run_folder import RunFolder
 
 GOOD, LOST = {"fgsm": 0.30, "pgd7": 0.28, "alignment": 0.9}, {"fgsm": 0.60, "pgd7": 0.01, "alignment": 0.05}

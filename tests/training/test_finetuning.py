@@ -16,8 +16,9 @@ from moatlab.models.preact_resnet import PreActResNet18
 from moatlab.runtime.errors import UserError
 from moatlab.training import trainer
 from moatlab.training.api import train_recipe as train
+from moatlab.training.making import ADAMW_LR, make_recipe
 from moatlab.training.optimizer import AdamW
-from moatlab.training.recipe import ADAMW_LR, load_recipe, make_recipe
+from moatlab.training.recipe import load_recipe
 from moatlab.training.schedules import cosine, ramp
 from moatlab.training.setup import Session
 
@@ -161,7 +162,7 @@ def test_the_radius_grows_in_training_and_is_whole_in_the_monitor(small, tmp_pat
 
     def noting(stage, context, x, y):
         trained.append(context.eps)
-        return prepare_loss(stage, context, x, y)()
+        return prepare_loss(stage, context, x, y)
 
     def measuring(*arguments, **options):
         measured.append(options["eps"])

@@ -15,8 +15,8 @@ from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import read_json
 from moatlab.training.api import train_recipe
 from moatlab.training.averaging import Average
+from moatlab.training.making import make_recipe
 from moatlab.training.perturbation import perturb, restore
-from moatlab.training.recipe import make_recipe
 from moatlab.training.run_folder import RunFolder
 from moatlab.training.setup import Session
 

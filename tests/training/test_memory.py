@@ -8,13 +8,13 @@ import torch
 from moatlab.data.loading import load_images
 from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.training import memory
-from moatlab.training.recipe import make_recipe
+from moatlab.training.making import make_recipe
 from moatlab.training.setup import Session
 
 
 @pytest.fixture
 def session(tiny):
-    recipe = make_recipe("fgsm", data=str(tiny), width=8, batch_size=16)
+    recipe = make_recipe("fgsm", data=str(tiny), width=8, batch_size=16, precision="fp32")
     return Session(recipe, torch.device("cpu"), load_images(str(tiny)))
 
 
@@ -22,7 +22,7 @@ def test_the_memory_of_a_step_grows_with_the_image_and_not_with_the_graph_s_shar
     image, fixed = memory.step_bytes(session)
     weights = sum(4 * parameter.numel() for parameter in session.model.parameters())
     assert fixed == 3 * weights
-    larger = make_recipe("fgsm", data=str(tiny), width=8, batch_size=16, image_size=16, stem="3x3")
+    larger = make_recipe("fgsm", data=str(tiny), width=8, batch_size=16, image_size=16, stem="3x3", precision="fp32")
     double = Session(larger, torch.device("cpu"), load_images(str(tiny), image_size=16))
     assert 3 < memory.step_bytes(double)[0] / image < 4.5
 

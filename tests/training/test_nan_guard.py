@@ -15,8 +15,8 @@ from moatlab.runtime.errors import RunFailed
 from moatlab.runtime.files import read_json
 from moatlab.training import nan_guard
 from moatlab.training.api import train_recipe as train
+from moatlab.training.making import make_recipe
 from moatlab.training.nan_guard import all_finite
-from moatlab.training.recipe import make_recipe
 from moatlab.training.run_folder import RunFolder
 
 

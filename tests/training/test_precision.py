@@ -14,7 +14,7 @@ from moatlab.runtime.device import Autocast, choose_precision, has_fast_bf16
 from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.training import nan_guard
 from moatlab.training.api import train_recipe as train
-from moatlab.training.recipe import make_recipe
+from moatlab.training.making import make_recipe
 from moatlab.training.setup import Session
 
 

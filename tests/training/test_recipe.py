@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from moatlab.attacks.norms import Threat
 from moatlab.data.sizes import Sizes
 from moatlab.runtime.errors import UserError
+from moatlab.training.making import ADAMW_LR, make_recipe
 from moatlab.training.presets import PRESETS, default_preset
-from moatlab.training.recipe import ADAMW_LR, Recipe, load_recipe, make_recipe, read_recipe_file, slug
+from moatlab.training.recipe import Recipe, load_recipe, read_recipe_file, slug
 
 methods = st.sampled_from(
     ["standard", "fgsm", "fast", "nfgsm", "pgd:7", "gradalign", "gradalign:0.5", "kim", "moat:2", "imoat:2,5,8",
@@ -71,7 +72,10 @@ def cycling(fields):
 
 
 recipes = st.fixed_dictionaries(FIELDS).map(lambda fields: Recipe(**cycling(fields)))
-layered = sorted(FIELDS.keys() - {"method", "cycle_momentum", "monitor", "monitor_images", "std", "init", "image_size"})
+layered = sorted(
+    FIELDS.keys()
+    - {"method", "cycle_momentum", "average_decay", "monitor", "monitor_images", "std", "init", "image_size"}
+)
 some_fields = st.fixed_dictionaries({}, optional={name: FIELDS[name] for name in layered})
 
 

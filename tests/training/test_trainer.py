@@ -24,9 +24,9 @@ from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.runtime.files import read_json, write_json
 from moatlab.training.api import train_recipe as train
 from moatlab.training.checkpoint import Progress, laid_out_like, load_checkpoint, save_checkpoint, seal
+from moatlab.training.making import make_recipe
 from moatlab.training.nan_guard import NanGuard
 from moatlab.training.optimizer import Sgd
-from moatlab.training.recipe import make_recipe
 from moatlab.training.run_folder import RunFolder
 from moatlab.training.setup import split
 

@@ -5,7 +5,7 @@ import pytest
 import moatlab
 from moatlab.report.page import write_report
 from moatlab.runtime.device import Machine
-from moatlab.training.recipe import make_recipe
+from moatlab.training.making import make_recipe
 from moatlab.training.run_folder import RunFolder
 from moatlab.training.trainer import rehearsal
 

@@ -29,12 +29,13 @@ def describe_stages() -> list[dict[str, str]]:
 @click.command("methods")
 @shared.json_option
 def methods_command(as_json: bool) -> None:
-    """List every stage: its arguments, passes per epoch, source, and when to use it.
+    """List every stage: arguments, passes per epoch, source, and its use.
 
     \b
-    moat train "mixup | liet | pgd:2"             a cycle, one stage per epoch
-    moat train "nfgsm > nfgsm > pgd:5"            another stage in each third of the run
-    moat train trades:10,beta=6                   arguments by name
+    moat methods --json
+    moat train "mixup | liet | pgd:2"       a cycle, one stage per epoch
+    moat train "nfgsm > nfgsm > pgd:5"      a stage for each third of the run
+    moat train trades:10,beta=6             arguments by name
     """
     stages = describe_stages()
     if as_json:

@@ -15,7 +15,8 @@ from moatlab.runtime import console, distributed
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import RunFile
 from moatlab.runtime.trust import is_trusted
-from moatlab.training.recipe import Recipe, default_name, make_recipe, slug
+from moatlab.training.making import default_name, make_recipe
+from moatlab.training.recipe import Recipe, slug
 from moatlab.training.resuming import resumed_recipe
 from moatlab.training.run_folder import RunFolder
 

@@ -26,8 +26,9 @@ from moatlab.runtime.device import DTYPES, Autocast, Machine, choose_precision, 
 from moatlab.runtime.environment import describe_environment
 from moatlab.runtime.errors import users_code
 from moatlab.runtime.files import SCHEMA
+from moatlab.training.making import make_recipe
 from moatlab.training.optimizer import Sgd
-from moatlab.training.recipe import Recipe, make_recipe
+from moatlab.training.recipe import Recipe
 from moatlab.training.trainer import Trainer, rehearsal
 
 SIZE, PRODUCTS = 2048, 20  # the limit is the fastest of 20 products of two 2048 x 2048 matrices

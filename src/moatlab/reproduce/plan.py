@@ -10,7 +10,8 @@ from typing import Any
 from moatlab.data.loading import KNOWN_SIZES
 from moatlab.reproduce.paper import COLUMNS, Asked, Experiment, Row
 from moatlab.runtime.errors import UserError
-from moatlab.training.recipe import Recipe, make_recipe, option_name, slug
+from moatlab.training.making import make_recipe
+from moatlab.training.recipe import Recipe, option_name, slug
 
 # Preset -> test images for all attacks, and for AutoAttack; others use all images.
 EVALUATED = {"mini": (500, 200), "mini-long": (500, 200), "laptop": (1000, 1000)}

@@ -19,8 +19,9 @@ from moatlab.models.weights import read_weights, set_weights
 from moatlab.runtime import console, distributed
 from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import Interrupted, UserError
+from moatlab.training.making import default_name, make_recipe
 from moatlab.training.memory import check_memory
-from moatlab.training.recipe import Recipe, default_name, make_recipe, option_name
+from moatlab.training.recipe import Recipe, option_name
 from moatlab.training.resuming import resumed_recipe
 from moatlab.training.run_folder import RunFolder, RunRecord
 from moatlab.training.setup import Session

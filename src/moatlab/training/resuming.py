@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from moatlab.training.making import make_recipe
 from moatlab.training.presets import PRESETS
-from moatlab.training.recipe import Recipe, load_recipe, make_recipe, read_recipe_file
+from moatlab.training.recipe import Recipe, load_recipe, read_recipe_file
 from moatlab.training.run_folder import RunFolder
 
 
