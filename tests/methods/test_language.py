@@ -1,4 +1,6 @@
+import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -6,6 +8,7 @@ from hypothesis import strategies as st
 
 from moatlab.methods.cost import Cost
 from moatlab.methods.language import Method, Stage, parse_method
+from moatlab.methods.stages import STAGES
 from moatlab.runtime.errors import UserError
 
 # Forwards, input-backwards, weight-backwards and double backwards of one step: the table of the methods, by hand.
@@ -219,3 +222,57 @@ def test_a_wrong_method_is_refused_with_what_to_write_instead(spec, says):
 def test_a_number_out_of_its_range_is_refused_and_the_range_named(name, value):
     with pytest.raises(UserError, match=r"must be a (whole number from 1 to 100|number >= 0)"):
         parse_method(f"{name}:{value}")
+
+
+def test_the_documents_have_the_cost_and_a_section_of_every_stage():
+    text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    rows = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and cells[0].startswith("`") and "60" not in cells[1]:
+            rows |= {name.partition(":")[0]: cells[1:5] for name in re.findall(r"`([^`]+)`", cells[0])}
+    for name, entry in STAGES.items():
+        assert re.search(rf"^### .*`{name}[:`]", text, re.MULTILINE), name
+        values = {"K": 4, "C": 4, "M": 4}
+        written = [sum(values.get(term, 0) or int(term) for term in cell.split("+")) for cell in rows[name]]
+        assert tuple(written) == entry.cost(4).kinds, name
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("trades:10,bet=6", "did you mean beta="),
+        ("trades:10,beta=6,beta=7", "beta is given twice"),
+        ("zerograd:q=2", "q must be a number from 0 to 1"),
+        ("aaer:over=fat", "did you mean fast"),
+        ("free:0", "M must be a whole number from 1 to 100"),
+        ("yopo:5,n=0", "n must be a whole number from 1 to 100"),
+        ("free:4 | fast", "must be the only stage"),
+        ("fast > free:2", "must be the only stage"),
+        ("fast > moat:2", "can't stand between >"),
+        ("fast >", "has an empty stage"),
+        ("liet:3", "has no argument '3'"),
+        ("fgsm:q=1", "takes no number"),
+    ],
+)
+def test_bad_arguments_are_named_in_one_sentence(spec, sentence):
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        parse_method(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "nfgsm > nfgsm > pgd:5",
+        "mixup > standard | fast | pgd:2>5>8",
+        "trades:2,beta=3>5>8",
+        "pgd:7,step=0.25",
+        "aaer:over=nfgsm",
+    ],
+)
+def test_slots_and_named_arguments_are_written_as_they_were(spec):
+    assert str(parse_method(spec)) == spec
+
+
+def test_a_bare_number_repeats_the_stage_with_its_named_arguments():
+    assert parse_method("trades:2,beta=3>5").slots == parse_method("trades:2,beta=3 > trades:5,beta=3").slots
