@@ -1,14 +1,16 @@
-"""Write the pages of kept results again from their numbers: docs/results/*a-mini*.json to .md. Nothing is trained.
+"""Write the pages of kept results again from their numbers: docs/results/NAME-PRESET*.json to .md. Nothing is trained.
 
 .venv/bin/python scripts/render_results.py
 """
 
 from pathlib import Path
 
+from moatlab.reproduce.paper import EXPERIMENTS
 from moatlab.reproduce.tables import as_text
 from moatlab.runtime.files import read_json
 
-RESULTS = sorted((Path(__file__).parent.parent / "docs" / "results").glob("*a-mini*.json"))
+FOLDER = Path(__file__).parent.parent / "docs" / "results"
+RESULTS = sorted(path for name in EXPERIMENTS for path in FOLDER.glob(f"{name}-*.json"))
 
 
 def page_of(result: Path) -> str:
