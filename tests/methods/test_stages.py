@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moatlab.attacks.alignment import misalignment
 from moatlab.attacks.norms import Threat
 from moatlab.methods.batches import prepare_loss
-from moatlab.methods.context import Context
+from moatlab.methods.context import Context, When
 from moatlab.methods.language import parse_method
 from moatlab.methods.stages import STAGES
 from moatlab.methods.stages.regularised import gradalign
@@ -301,10 +301,11 @@ def test_the_model_is_as_found_even_when_the_attack_fails():
     assert all(p.requires_grad for p in model.parameters())
 
 
+NUMBERED = ("pgd", "trades", "mart", "free", "yopo")
+
+
 @pytest.mark.parametrize("norm", ["linf", "l2"])
-@pytest.mark.parametrize(
-    "spec", ["standard", "mixup", "cutmix", "fgsm", "fast", "nfgsm", "pgd:3", "kim:3", "gradalign:0.2"]
-)
+@pytest.mark.parametrize("spec", [name + (":3" if name in NUMBERED else "") for name in STAGES])
 def test_no_stage_waits_for_its_device(spec, norm):
     """On the device `meta` tensors have no values: whoever asks for one, as an accelerator would have to wait for,
     meets an error."""
@@ -312,7 +313,10 @@ def test_no_stage_waits_for_its_device(spec, norm):
     x = torch.empty(SHAPE, device="meta").contiguous(memory_format=torch.channels_last)
     y = torch.empty(SHAPE[0], dtype=torch.int64, device="meta")
     (stage,) = parse_method(spec).stages
-    loss = prepare_loss(stage, Context(model, model, Threat(norm, EPS), draws(), CLASSES), x, y)()
+    numbers = torch.empty(SHAPE[0], dtype=torch.int64, device="meta")
+    given = Context(model, model, Threat(norm, EPS), draws(), CLASSES, numbers=numbers, images=9, when=When(1, 3, 5))
+    given.memory["liet"] = torch.empty(CLASSES, *SHAPE[1:], device="meta")
+    loss = prepare_loss(stage, given, x, y)()
     loss.backward()
     assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
     with pytest.raises(RuntimeError):
