@@ -14,7 +14,10 @@ from moatlab.runtime.errors import UserError
 from moatlab.training.api import train_recipe as train
 from moatlab.training.making import make_recipe
 
-STAGES = "moat:2", "imoat:1,2,3", "standard | cutmix | nfgsm", "fgsm | kim | gradalign:0.5"
+STAGES = (
+    *("moat:2", "imoat:1,2,3", "standard | cutmix | nfgsm", "fgsm | kim | gradalign:0.5"),
+    *("trades:1 | mart:1 | elle", "liet | zerograd | gat", "free:3", "yopo:2,n=1"),
+)
 
 
 def everything(folder, data):
@@ -23,7 +26,7 @@ def everything(folder, data):
         for number, method in enumerate(STAGES):
             recipe = make_recipe(
                 method, preset="mini", data=str(data), model=f"models_for_tests:{kind}", epochs=3, batch_size=12,
-                holdout=0, augment=True, lr=0.05,
+                holdout=0, augment=True, lr=0.05, average="ema",
             )  # fmt: skip
             train(recipe, folder / f"{kind}-{number}")
         run = folder / f"{kind}-0"

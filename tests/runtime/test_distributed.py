@@ -57,10 +57,12 @@ def test_two_processes_train_and_evaluate_as_one_does(tmp_path, moat):
 
     for kind, nearness, agreement in (("in_double", 1e-12, 1.0), ("in_single", 1e-4, 0.995)):
         for number, method in enumerate(together.STAGES):
-            one, two = map(weights, sides(f"{kind}-{number}"))
-            assert max(float((one[name] - two[name]).abs().max()) for name in one) < nearness, (kind, method)
+            for file in ("model", "model_average"):
+                one, two = map(weights, sides(f"{kind}-{number}/{file}.safetensors"))
+                assert max(float((one[name] - two[name]).abs().max()) for name in one) < nearness, (kind, method)
             first, second = (RunFolder(side).read_record() for side in sides(f"{kind}-{number}"))
-            assert first.counted == second.counted == second.planned
+            assert second.counted == second.planned
+            assert first.counted == second.counted or "liet" in method  # each process has its own class-wise start
             assert first.monitoring["forwards"] == second.monitoring["forwards"]
             assert [record.environment["processes"] for record in (first, second)] == [1, 2]
             if kind == "in_double":

@@ -40,7 +40,7 @@ def liet(context: Context, x: Tensor, y: Tensor, _: None, *, lambda_: float) -> 
     delta = torch.where(context.uniform(x) < share, noise, context.memory["liet"][y])
     start = (x + sign * delta).clamp_(0, 1).requires_grad_()
     at_start: Tensor = context.model(start)
-    attacked = cross_entropy(at_start, random_labels(context, y, x.dtype), reduction="sum")
+    attacked = cross_entropy(at_start, random_labels(context, y, at_start.dtype), reduction="sum")
     (gradient,) = torch.autograd.grad(attacked, start, retain_graph=True)
     moved = start.detach() + eps * context.threat.steepest(gradient)
     logits = context.forward(moved.clamp(0, 1) if large else context.threat.project(moved, x))
@@ -48,7 +48,7 @@ def liet(context: Context, x: Tensor, y: Tensor, _: None, *, lambda_: float) -> 
     middle = ((p + q) / 2).clamp(min=1e-12).log()
     divergence = (p * (at_start.log_softmax(1) - middle) + q * (logits.log_softmax(1) - middle)).sum(1).mean()
     weight = lambda_ * (context.when.epoch + 1) / context.when.epochs
-    return cross_entropy(logits, random_labels(context, y, x.dtype)) + weight * divergence / 2
+    return cross_entropy(logits, random_labels(context, y, logits.dtype)) + weight * divergence / 2
 
 
 def random_labels(context: Context, y: Tensor, dtype: torch.dtype, shared: bool = True) -> Tensor:
@@ -77,9 +77,9 @@ def pgi(context: Context, x: Tensor, y: Tensor, _: None, *, lambda_: float) -> T
         memory["pgi momentum"], memory["pgi since"] = torch.zeros_like(kept), torch.tensor(since)
     delta, momentum = memory["pgi"][numbers], memory["pgi momentum"][numbers]
     rest = torch.full((len(y), context.classes), (1 - TRUE) / (context.classes - 1), dtype=x.dtype, device=y.device)
-    target = rest.scatter(1, y[:, None], TRUE)
     start = (x + delta).requires_grad_()
     at_start = context.model(start)
+    target = rest.scatter(1, y[:, None], TRUE).to(at_start)
     attacked = cross_entropy(at_start, target, reduction="sum")
     gradient = torch.autograd.grad(attacked, start, retain_graph=True)[0].nan_to_num(0, 0, 0)
     momentum = DECAY * momentum + gradient / gradient.abs().sum().clamp(min=1e-30)

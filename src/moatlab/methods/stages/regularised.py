@@ -48,7 +48,7 @@ def elle(context: Context, x: Tensor, y: Tensor, _: None, *, lambda_: float) -> 
     share = context.uniform(x[:, 0, 0, 0])
     points = torch.cat([first, second, first.lerp(second, share.view(-1, 1, 1, 1))])
     at_first, at_second, between = cross_entropy(context.model(points), y.repeat(3), reduction="none").chunk(3)
-    return loss + lambda_ * (between - at_first.lerp(at_second, share)).square().mean()
+    return loss + lambda_ * (between - at_first.lerp(at_second, share.to(between))).square().mean()
 
 
 def aaer(context: Context, x: Tensor, y: Tensor, _: None, *, over: str, lambda_: float | None) -> Tensor:
