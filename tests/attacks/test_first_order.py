@@ -120,16 +120,16 @@ def test_the_meter_tells_the_four_kinds_apart():
     x, y = torch.rand(4, 3, 4, 4), torch.tensor([0, 1, 2, 0])
     with meter.counting(model):
         Probe(model).logits(x)
-        assert meter.take() == Cost(1, 0, 0, 0)
+        assert meter.take() == Cost(4, 0, 0, 0)  # images
         Probe(model).gradient(x, y)
-        assert meter.take() == Cost(1, 1, 0, 0)
+        assert meter.take() == Cost(4, 4, 0, 0)
         F.cross_entropy(model(x), y).backward()
-        assert meter.take() == Cost(1, 0, 1, 0)
+        assert meter.take() == Cost(4, 0, 4, 0)
         variable = x.clone().requires_grad_()
-        F.cross_entropy(model(variable), y).backward()  # the wasteful attack: it differentiates the weights as well
-        assert meter.take() == Cost(1, 1, 1, 0)
+        F.cross_entropy(model(variable), y).backward()  # input and weights in one backward
+        assert meter.take() == Cost(4, 0, 4, 0)
         (gradient,) = torch.autograd.grad(F.cross_entropy(model(variable), y), variable, create_graph=True)
         gradient.square().sum().backward()
-        assert meter.take() == Cost(1, 1, 1, 1)
+        assert meter.take() == Cost(4, 4, 0, 4)
     model(x)
     assert meter.take() == Cost()

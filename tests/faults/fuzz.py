@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from faults.commands import moat, run
 from moatlab.methods.language import STAGES
 from moatlab.reproduce.paper import EXPERIMENTS
-from moatlab.training.recipe import PRESETS, Recipe, option_name
+from moatlab.training.presets import PRESETS
+from moatlab.training.recipe import Recipe, option_name
 
 names = st.sampled_from([*STAGES, "moat", "imoat", "gradlign", "PGD", "", "π"])
 numbers = st.one_of(

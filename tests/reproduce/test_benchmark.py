@@ -88,7 +88,10 @@ def test_operations_are_counted_as_written_out_for_a_convolution():
 
 
 def test_a_loss_that_is_not_a_number_ends_a_benchmark_with_a_sentence(monkeypatch):
-    monkeypatch.setattr("moatlab.training.trainer.prepare_loss", lambda *given: prepare_loss(*given)() * float("nan"))
+    def broken(*given):
+        return lambda: prepare_loss(*given)() * float("nan")
+
+    monkeypatch.setattr("moatlab.training.trainer.prepare_loss", broken)
     with pytest.raises(RunFailed, match=r"became NaN or infinite at step 1 \(epoch 1, stage fgsm"):
         benchmark.measure_epochs(torch.device("cpu"), Bar("bench", 2.0))
     with pytest.raises(RunFailed, match="became NaN"):

@@ -381,7 +381,7 @@ def test_a_kept_result_is_as_it_was_written_and_follows_from_its_own_verdicts(pa
         assert (run.outcome, run.collapsed_at, run.recovered) == (
             verdict.outcome, verdict.collapsed_at, verdict.recovered,
         )  # fmt: skip
-        assert run.flops == Recipe(**run.recipe).planned_flops(find_sizes(run.recipe["data"]))
+        assert run.flops == pytest.approx(Recipe(**run.recipe).planned_flops(find_sizes(run.recipe["data"])), rel=1e-12)
         for part in filter(None, (run.last, run.best)):
             for name, accuracy in part.accuracy.items():
                 robust = unpack(part.standing[name])

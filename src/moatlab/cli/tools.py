@@ -1,4 +1,4 @@
-"""Commands that tell what there is: `moat methods`, `data`, `env` and `completion`."""
+"""Commands that list and describe: `moat methods`, `data`, `env` and `completion`."""
 
 from pathlib import Path
 

@@ -39,7 +39,7 @@ class Argument:
 class StageEntry:
     """A *batch* stage turns (x, y) into (x, target), trained with the cross-entropy (the target may be soft) or with
     its own `loss(context, x, adversarial, target, **named)`. A *loss* stage returns the loss itself. A *replay* stage
-    does too, and gets each batch as often in a row as its argument says.
+    does too, and gets each batch as often in a row as its argument is.
 
     `cost` maps the argument's value to the cost of one step in batches; `extra`, the step within the epoch and the
     number of classes to further images. Stage files import torch inside functions only, so that a method is parsed and

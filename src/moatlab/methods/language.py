@@ -88,7 +88,7 @@ class Method:
     def stage_at(self, epoch: int, epochs: int) -> Stage:
         """The stage of epoch t of T: in its slot that of part i, where i T <= t n < (i+1) T."""
         slot = self.slots[epoch % len(self.slots)]
-        return slot[epoch * len(slot) // epochs]
+        return slot[min(epoch * len(slot) // epochs, len(slot) - 1)]  # beyond the run: the last, to time steps
 
     def ends_cycle(self, epoch: int) -> bool:
         """Whether this epoch is the last of its cycle. Accuracies of different stages are not comparable."""

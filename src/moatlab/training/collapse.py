@@ -46,7 +46,7 @@ class CollapsePolicy:
             self.log.event("collapse", f"{what}; {self._act()}", **facts, action=recipe.on_collapse)
 
     def check(self, accuracy: float) -> None:
-        """A check between epochs (Li et al., 2020): after a fall of ten points, or to half of the best, multi-step
+        """A check between epochs (Li et al., 2020): after a drop by ten points, or to half of the best, multi-step
         updates until the next check that is good."""
         progress, then = self.progress, self.session.then
         progress.checks.append((progress.step, accuracy))

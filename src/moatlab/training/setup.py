@@ -141,7 +141,7 @@ class Session:
         return cycled_momentum(step, steps=self.total_steps, highest=highest) if self.recipe.cycle_momentum else highest
 
     def dropout(self, step: int) -> None:
-        """Set the rate of dropout, which falls linearly to zero (Vivek and Babu, 2020)."""
+        """Set the rate of dropout, which decreases linearly to zero (Vivek and Babu, 2020)."""
         rate = self.recipe.dropout * (1 - step / self.total_steps)
         for layer in self.model.modules() if self.recipe.dropout else ():
             if isinstance(layer, Activation):
@@ -274,6 +274,6 @@ def check_model(model: nn.Module, recipe: Recipe, images: Tensor, classes: int, 
         trained = {name: parameter for name, parameter in twin.named_parameters() if parameter.requires_grad}
         found = torch.autograd.grad(output_in_training.sum(), list(trained.values()), allow_unused=True)
         if idle := [name for name, gradient in zip(trained, found, strict=True) if gradient is None]:
-            unused = f"--model {recipe.model}: its output does not depend on {idle[0]}"
+            unused = f"--model {recipe.model}: its output does not depend on {idle[0].removeprefix('model.')}"
             raise UserError(f"{unused}; call requires_grad_(False) on it to train with several processes")
     return sum(flops) // len(images)
