@@ -102,6 +102,9 @@ class RunRecord:
         remark = f"  ({self.remark})" if self.kept_epoch else f"  {self.remark}" if self.remark else ""
         accuracy = [f"{name} {percent(self.final[name])} %" for name in WATCHED] if self.final else []
         first = f"{self.state}: {'  '.join(accuracy)}{remark}" if accuracy else self.state
+        if self.final and "pgd7_average" in self.final:
+            averaged = "  ".join(f"{name} {percent(self.final[f'{name}_average'])} %" for name in WATCHED)
+            first += f"\naverage of its weights: {averaged}"
         return f"{first}\n{self.cost_and_place(folder)}"
 
     def html(self, folder: Path) -> str:
