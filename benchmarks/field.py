@@ -69,7 +69,8 @@ def one(job: tuple[Path, str, int]) -> dict[str, Any]:
 def write_page(rows: list[dict[str, Any]]) -> None:
     """Replace the table in field-mini.md, between two comments."""
     path = RESULT.with_suffix(".md")
-    before, _, after = path.read_text(encoding="utf-8").partition(BEGIN)
+    text = path.read_text(encoding="utf-8") if path.exists() else "# The field on `mini`, at equal cost\n\n"
+    before, _, after = text.partition(BEGIN)
     path.write_text(f"{before}{BEGIN}\n\n{page(rows)}\n\n{END}{after.partition(END)[2]}", encoding="utf-8")
 
 
