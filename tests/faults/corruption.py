@@ -91,7 +91,7 @@ class Corruption:
         data = folder / {"binary": "cifar-10-batches-bin", "pickled": "pickled"}[layout]
         return (
             "train", "standard", "--data", "cifar10", "--data-dir", data, "--width", 8, "--batch-size", 50,
-            "--threads", 1, "--epochs", 1, "--out", folder / f"run-{layout}", "--resume",
+            "--holdout", 0, "--threads", 1, "--epochs", 1, "--out", folder / f"run-{layout}", "--resume",
         )  # fmt: skip
 
     def make_targets(self) -> Any:
