@@ -246,11 +246,11 @@ def _marks(view: RunView) -> tuple[tuple[float, float], ...]:
 def _run(view: RunView, number: int) -> dict[str, Any]:
     record, stages = view.record, list(dict.fromkeys(line["stage"] for line in view.metrics))
     outcome = (record and record.outcome) or ""
-    outcome += f" at epoch {view.collapsed_at}" if view.collapsed_at else ""
+    outcome += f" at {view.collapsed_at}" if view.collapsed_at else ""
     if record and record.kept_epoch:
-        outcome = f"collapsed at epoch {record.alarms[-1]}, kept {record.kept_epoch}"
+        outcome = f"collapsed at {record.alarms[-1]}, kept {record.kept_epoch}"
     if not (record and record.final):  # the outcome is that of the whole run
-        outcome = f"alarm at epoch {record.alarms[-1]}" if record and record.alarms else ""
+        outcome = f"alarm at {record.alarms[-1]}" if record and record.alarms else ""
     shown = stages if len(stages) > 1 else []
     fields: dict[str, Any] = {"view": view, "colour": number % COLOURS, "outcome": outcome, "stages": shown}
     if view.metrics:
