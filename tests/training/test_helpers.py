@@ -80,9 +80,10 @@ def test_a_method_of_the_field_costs_what_it_plans_and_resumes_to_the_same_bits(
 
 @pytest.mark.parametrize("helper", HELPERS)
 def test_a_helper_costs_what_it_plans_and_resumes_to_the_same_bits(helper, small, tmp_path):
-    record = agree(small("fast | pgd:2", epochs=2, **HELPERS[helper]), tmp_path)
+    method = "fast" if helper == "checks" else "fast | pgd:2"
+    record = agree(small(method, epochs=2, **HELPERS[helper]), tmp_path)
     extra = {"awp": 2.0}.get(helper, 0.0)  # a forward and a backward more in each of the two epochs
-    assert record.planned["passes"] == 5 + extra
+    assert record.planned["passes"] == parse_method(method).cost(2).passes + extra
 
 
 def test_the_average_is_saved_monitored_evaluated_and_in_the_record(small, tmp_path):
@@ -173,6 +174,7 @@ def test_a_check_within_an_epoch_replaces_the_next_steps_and_counts_them(small, 
         ({"average_decay": 0.9}, "needs"),
         ({"check_every": 0, "on_collapse": "heal"}, "greater than or equal to 1"),
         ({"check_every": 5}, "heal"),
+        ({"check_every": 5, "on_collapse": "heal", "method": "moat:2"}, "methods of one stage"),
         ({"dropout": 0.1, "model": "mine:build"}, "built-in"),
     ],
 )

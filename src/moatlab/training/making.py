@@ -79,6 +79,8 @@ def make_recipe(
         raise UserError(f"--on-collapse {recipe.on_collapse} must not use test images; add --monitor=holdout or train")
     if recipe.check_every and (recipe.on_collapse != "heal" or recipe.monitor == "test"):
         raise UserError("--check-every is for --on-collapse heal with held-out or training images")
+    if recipe.check_every and len(recipe.parsed_method.slots) > 1:  # robustness drops at each benign stage of a cycle
+        raise UserError(f"--check-every is for methods of one stage, not for the cycle {recipe.parsed_method}")
     if recipe.on_collapse == "heal" and {stage.name for stage in parse_method(recipe.then).stages} != {"pgd"}:
         raise UserError(f"--then {recipe.then}: healing needs multi-step stages, such as pgd:2")
     return recipe
