@@ -214,6 +214,26 @@ def test_runs_known_from_an_earlier_result_are_not_repeated(whole, moat, alone):
     assert read_json(alone / "again" / "table2a.json")["rows"] == read_json(whole / "table2a.json")["rows"]
 
 
+def test_rows_show_all_seeds_that_are_known_unless_a_number_is_given(moat, alone):
+    """Where time is short, some rows of a table have more seeds than others. Nothing is trained here."""
+    kept = read_json(KEPT / "table2a-mini.json")
+    kept["runs"] = [run for run in kept["runs"] if run["method"] != "kim" or run["seed"] == 0]
+    write_json(alone / "kept.json", kept)
+    command = ("reproduce", "table2a", "--preset", "mini", "--known", "kept.json", "--out", "again")
+    ended = moat(*command, "--json")
+    assert ended.code == 0, ended.err
+    result = json.loads(ended.out)
+    seeds = {row["row"]: row["seeds"] for row in result["rows"]}
+    assert seeds.pop("kim") == [0]
+    assert set(map(tuple, seeds.values())) == {(0, 1, 2)}
+    page = (alone / "again" / "table2a.md").read_text()
+    assert "; 1 to 3 seeds; first 500 test images" in page
+    assert "- One seed of kim: intervals cover the test images only, and no claim about them is decided." in page
+    ended = moat(*command, "--seeds", 1, "--json")
+    assert all(row["seeds"] == [0] for row in json.loads(ended.out)["rows"])
+    assert "; 1 seed; first 500 test images" in (alone / "again" / "table2a.md").read_text()
+
+
 def test_a_result_that_was_changed_by_hand_is_not_known(whole, moat, alone):
     fields = json.loads((whole / "table2a.json").read_text())
     fields["runs"][0]["last"]["accuracy"]["aa"] = 0.99

@@ -18,7 +18,9 @@ from moatlab.training.presets import default_preset
 @click.command("reproduce", cls=shared.WithRecipe, short_help="Reproduce a table or figure of the paper.")
 @click.argument("name", metavar="TABLE|FIGURE", shell_complete=shared.completing(EXPERIMENTS))
 @shared.recipe_options("data", "schedule", "seed", "on_collapse", "then", preset="laptop; with a GPU: paper")
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, help="Runs per row, with seeds 0, 1, ...")
+@click.option(
+    "--seeds", type=click.IntRange(1, 1000), help="Runs per row, seeds 0, 1, ...  [default: 1, and those already there]"
+)
 @click.option("--methods", multiple=True, metavar="NAMES", help='Rows to train, such as "fgsm moat:2"  [default: all]')
 @click.option("--n", "images", type=click.IntRange(min=1), help="Test images to attack  [default: the preset's]")
 @click.option("--n-aa", "aa_images", type=click.IntRange(min=1), help="Same for AutoAttack  [default: the preset's]")

@@ -130,33 +130,32 @@ def _pixels(png: str) -> np.ndarray[Any, Any]:
 
 def plot_result(path: Path, result: dict[str, Any]) -> None:
     """A reproduced table or figure."""
-    costs = _costs_in(result) if result["kind"] == "table" else []
-    figure, panels = _figure(8 if len(costs) < 2 else 12, 4.6, max(len(costs), 1))
+    is_table = result["kind"] == "table"
+    figure, panels = _figure(12 if is_table else 8, 4.6, 2 if is_table else 1)
     kinds = {"curves": _plot_curves, "bars": _plot_bars, "steps": _plot_steps, "radius": _plot_radius}
-    for axes, (name, label) in zip(panels, costs, strict=False):
-        _plot_cost(axes, result, name, label)
-    if costs:
+    if is_table:
+        _plot_cost(panels[0], result)
+        _plot_clean(panels[1], result)
         _legend_below(panels[0])
     else:
         kinds[result["kind"]](panels[0], result)
-    seeds = f"{len(result['seeds'])} seed" + "s" * (len(result["seeds"]) != 1)
     part = f"; NOT the whole data set: {result['data']['note']}" if result["data"]["note"] else ""
-    title = f"{result['experiment']}: {result['title']}\npreset {result['preset']}: {result['setting']}; {seeds}{part}"
+    setting = f"{result['setting']}; {seeds_text(result)}{part}"
+    title = f"{result['experiment']}: {result['title']}\npreset {result['preset']}: {setting}"
     figure.suptitle(title, fontsize=8, color=GREY, wrap=True)
     _save(figure, path)
 
 
-def _costs_in(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Passes, and beside them the measured time or, if times are not comparable, FLOPs."""
-    timed = all(row["cost"]["seconds_to_fgsm"] is not None for row in result["rows"])
-    second = ("seconds_to_fgsm", "training time / fgsm") if timed else ("flops", "TFLOP")
-    return [("passes", "passes over the training set (nearly equal costs side by side)"), second]
+def seeds_text(result: dict[str, Any]) -> str:
+    """`1 seed`, `3 seeds`, or `1 to 3 seeds` if some rows have more than others."""
+    counts = [len(row["seeds"]) for row in result["rows"]] or [len(result["seeds"])]
+    fewer = f"{min(counts)} to " if min(counts) < max(counts) else ""
+    return f"{fewer}{max(counts)} seed{'s' * (max(counts) != 1)}"
 
 
-def _plot_cost(axes: Axes, result: dict[str, Any], name: str, label: str) -> None:
+def _plot_cost(axes: Axes, result: dict[str, Any]) -> None:
     """Robustness against cost: a point per row, with its 95 % interval."""
-    costs = [row["cost"][name] / (1e12 if name == "flops" else 1) for row in result["rows"]]
-    first = name == "passes"  # the panel with the legend
+    costs = [row["cost"]["passes"] for row in result["rows"]]
     for number, row in enumerate(result["rows"]):
         column, cost = row["columns"]["aa"], costs[number]
         near = [other for other, one in enumerate(costs) if abs(one - cost) < max(costs) / 50]
@@ -164,18 +163,25 @@ def _plot_cost(axes: Axes, result: dict[str, Any], name: str, label: str) -> Non
         others = Counter(outcome for outcome in row["outcomes"] if outcome != "robust")
         found = ", ".join(f"{outcome} in {count} of {len(row['seeds'])}" for outcome, count in others.items())
         text = row["row"] + (f" ({found})" if found else "")
-        mark, colour = MARKERS[number % len(MARKERS)], COLOURS[number % len(COLOURS)]
-        options: dict[str, Any] = {
-            "fmt": mark,
-            "capsize": 3,
-            "markersize": 8,
-            "color": colour,
-            "label": text if first else None,
-        }
-        axes.errorbar(cost, 100 * column["mean"], yerr=_errors([column]), **options)
-    _dress(axes, label, "accuracy under AutoAttack (%)")
+        axes.errorbar(cost, 100 * column["mean"], yerr=_errors([column]), label=text, **_point(number))
+    _dress(axes, "passes over the training set (nearly equal costs side by side)", "accuracy under AutoAttack (%)")
     axes.set_xlim(0, 1.05 * max(costs))
     axes.set_ylim(bottom=-axes.get_ylim()[1] / 50)  # so that a point at zero is not cut
+
+
+def _plot_clean(axes: Axes, result: dict[str, Any]) -> None:
+    """Robustness against clean accuracy, with the marks of the legend; intervals would cover each other."""
+    for number, row in enumerate(result["rows"]):
+        clean, robust = (100 * row["columns"][name]["mean"] for name in ("clean", "aa"))
+        axes.errorbar(clean, robust, **_point(number))
+    _dress(axes, "clean accuracy (%)", "accuracy under AutoAttack (%)")
+    axes.set_ylim(bottom=-axes.get_ylim()[1] / 50)
+
+
+def _point(number: int) -> dict[str, Any]:
+    """The mark of a row."""
+    colour = COLOURS[number % len(COLOURS)]
+    return {"fmt": MARKERS[number % len(MARKERS)], "color": colour, "capsize": 3, "markersize": 8}
 
 
 def _plot_curves(axes: Axes, result: dict[str, Any]) -> None:

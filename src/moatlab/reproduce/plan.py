@@ -45,6 +45,7 @@ class Sweep:
     asked: Asked
     recipe_of: Callable[[Row, int], Recipe]  # row, seed -> recipe with the same options
     epochs: int | None = None  # None: the preset's
+    more_seeds: bool = False  # show further seeds that are known already
 
     @property
     def passes(self) -> float:
@@ -98,13 +99,14 @@ def plan_sweep(
     experiment: Experiment,
     preset: str,
     *,
-    seeds: int = 1,
+    seeds: int | None = None,
     methods: list[str] | None = None,
     images: int | None = None,
     aa_images: int | None = None,
     **options: Any,
 ) -> Sweep:
-    """The runs of a table or figure, seed by seed. `methods` selects rows, or adds methods that are no rows."""
+    """The runs of a table or figure, seed by seed. `methods` selects rows, or adds methods that are no rows. Without
+    `seeds`: seed 0, and further seeds of its rows whose runs are known already."""
     if preset.startswith("mini") and experiment.data != "cifar10":
         raise UserError(f"{experiment.name} needs CIFAR-100, and {preset} has images of CIFAR-10; use --preset laptop")
     for name in experiment.rows[0].options:
@@ -122,7 +124,7 @@ def plan_sweep(
         return recipe.model_copy(update=watched)
 
     rows = [row for method in methods for row in experiment.rows_of(method)] if methods else experiment.rows
-    jobs = [Job(row, recipe_of(row, seed)) for seed in range(seeds) for row in dict.fromkeys(rows)]
+    jobs = [Job(row, recipe_of(row, seed)) for seed in range(seeds or 1) for row in dict.fromkeys(rows)]
     for option, count in (("--n", images), ("--n-aa", aa_images)):
         if count and count > (there := KNOWN_SIZES[data][1]):
             raise UserError(f"{option} {count} is more than the {there:,} test images of {data}")
@@ -130,7 +132,8 @@ def plan_sweep(
     images = images or usual
     aa_images = aa_images or min(filter(None, (usual_aa, images)), default=None)
     parts = tuple(part for part in experiment.parts if part != "best" or preset not in LAST_ONLY)
-    return Sweep(experiment, preset, jobs, Asked(parts, images, aa_images), recipe_of, options.get("epochs"))
+    asked = Asked(parts, images, aa_images)
+    return Sweep(experiment, preset, jobs, asked, recipe_of, options.get("epochs"), more_seeds=seeds is None)
 
 
 def describe(sweep: Sweep, out: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def run_sweep(
     for job in [*sweep.jobs, *_in_folder(sweep, out)]:
         RunFolder(out / job.name).check(job.recipe, resume=True)
     before = [outcome for path in known for outcome in read_outcomes(path)]
+    if sweep.more_seeds:
+        sweep = _with_known_seeds(sweep, out, before)
     outcomes = {job: found for job in sweep.jobs if (found := _known(sweep, job, out, before))}
     missing = [job for job in sweep.jobs if job not in outcomes]
     if missing:
@@ -160,6 +163,14 @@ def _known(sweep: Sweep, job: Job, out: Path, before: list[Outcome]) -> Outcome 
     """The outcome of an earlier run, from the sweep's folder or an earlier result."""
     found = (*outcomes_in(out / job.name), *before)
     return next((one for one in found if one.answers(job.recipe, sweep.asked)), None)
+
+
+def _with_known_seeds(sweep: Sweep, out: Path, before: list[Outcome]) -> Sweep:
+    """With the runs of other seeds that need no training: tables may have more seeds of some rows than of others."""
+    there = [one for path in out.glob(f"*/{RunFile.OUTCOME}") for one in outcomes_in(path.parent)]
+    seeds = sorted({one.seed for one in (*before, *there)} - {*sweep.seeds})
+    jobs = [Job(row, sweep.recipe_of(row, seed)) for seed in seeds for row in sweep.rows]
+    return replace(sweep, jobs=[*sweep.jobs, *(job for job in jobs if _known(sweep, job, out, before))])
 
 
 def _others(sweep: Sweep, out: Path, before: list[Outcome]) -> dict[str, list[Outcome]]:

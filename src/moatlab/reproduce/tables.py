@@ -8,6 +8,7 @@ from jinja2 import Environment
 from rich.console import Console
 from rich.table import Table
 
+from moatlab.report.plots import seeds_text
 from moatlab.reproduce.paper import experiment
 
 Result = dict[str, Any]
@@ -134,21 +135,21 @@ def ratio(value: float | None) -> str:
 
 def conditions(result: Result) -> str:
     images, data = result["images"], result["data"]
-    seeds = f"{len(result['seeds'])} seed" + "s" * (len(result["seeds"]) != 1)
     most = max(images.values()) if images else 0
     counts = f"; first {most:,} test images" if images else ""
     fewer = f" (AutoAttack: first {images['aa']:,})" if images and images.get("aa", most) != most else ""
     note = f"; NOT the whole data set: {data['note']}" if data and data["note"] else ""
     note += f"; {result['note']}" if result.get("note") else ""  # older results have no such key
-    return f"Preset {result['preset']}: {result['setting']}; {seeds}{counts}{fewer}{note}."
+    return f"Preset {result['preset']}: {result['setting']}; {seeds_text(result)}{counts}{fewer}{note}."
 
 
 def limitations_of(result: Result) -> list[str]:
     """What a reader must know before using the numbers."""
     limits = []
-    if len(result["seeds"]) == 1:
-        undecided = ", and no claim is decided" if result["claims"] else ""
-        limits.append(f"One seed: intervals cover the test images only{undecided}.")
+    if few := [row["row"] for row in result["rows"] if len(row["seeds"]) == 1]:
+        rows = "" if len(few) == len(result["rows"]) else f" of {', '.join(few)}"
+        undecided = f", and no claim{' about them' if rows else ''} is decided" if result["claims"] else ""
+        limits.append(f"One seed{rows}: intervals cover the test images only{undecided}.")
     if any(line.get("alignment") is None for run in result["runs"] for line in run["history"] if line["comparable"]):
         limits.append(
             "Some runs were made before the alignment of gradients was kept: their outcomes go by the gap alone."
