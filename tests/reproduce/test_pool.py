@@ -5,13 +5,15 @@ import logging
 import os
 import signal
 import sys
+import time
 
 import pytest
 
 from images_for_tests import tiny_images
-from moatlab.reproduce.pool import each
+from moatlab.reproduce.pool import each, machine_for
 from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import RunFailed, UserError
+from moatlab.runtime.files import read_json
 
 OPTIONS = ("--width", 8, "--epochs", 3, "--batch-size", 16, "--threads", 1)
 
@@ -33,6 +35,39 @@ def test_a_comparison_on_ray_gives_the_same_numbers_as_without_and_leaves_the_pr
     rows = [json.loads(ending.out)["rows"] for ending in (here, there)]
     for one, other in zip(*rows, strict=True):
         assert {**one, "train_seconds": 0, "run": ""} == {**other, "train_seconds": 0, "run": ""}
+
+
+def test_runs_two_at_a_time_give_the_same_numbers_as_one_after_another(moat, alone):
+    data = tiny_images(alone / "data")
+    methods = ("compare", "fgsm", "moat:2", "imoat:1,2,3", "--data", data, *OPTIONS, "--json")
+    here, there = moat(*methods, "--out", "here"), moat(*methods, "--out", "there", "--on", 2)
+    assert (here.code, there.code) == (0, 0), there.err
+    rows = [json.loads(ending.out)["rows"] for ending in (here, there)]
+    for one, other in zip(*rows, strict=True):
+        assert {**one, "train_seconds": 0, "run": ""} == {**other, "train_seconds": 0, "run": ""}
+
+
+def test_processes_stop_and_save_their_runs_when_the_one_that_started_them_is_killed(moat_process, alone):
+    data = tiny_images(alone / "data")
+    methods = ("compare", "fgsm", "fast", "--data", data, "--width", 8, "--batch-size", 16, "--epochs", 4000)
+    process = moat_process(*methods, "--out", "runs", "--on", 2)
+    records = [alone / "runs" / name / "run.json" for name in ("fgsm", "fast")]
+    deadline = time.monotonic() + 120
+    while not all(path.exists() for path in records) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while time.monotonic() < deadline and not all(read_json(path)["status"] == "interrupted" for path in records):
+        time.sleep(0.1)
+    assert [read_json(path)["status"] for path in records] == ["interrupted"] * 2
+
+
+def test_runs_at_a_time_share_the_cores(monkeypatch):
+    monkeypatch.setattr("moatlab.runtime.distributed.cores", lambda: 8)
+    assert machine_for(Machine(), "2") == Machine(threads=4)
+    assert machine_for(Machine(), "100") == Machine(threads=1)
+    assert machine_for(Machine(threads=3), "2") == Machine(threads=3)
+    assert machine_for(Machine(), None) == machine_for(Machine(), "ray") == Machine()
 
 
 def test_without_ray_it_is_named_and_nothing_is_begun(moat, alone, monkeypatch):

@@ -52,7 +52,9 @@ data_dir_option = click.option(
 )
 trust_help = "Run model code that a file from elsewhere names."
 trust_option = click.option("--trust-model-code", is_flag=True, callback=_importable, help=trust_help)
-on_option = click.option("--on", metavar="ray[:ADDRESS]", help="Run on a Ray cluster, local or at ADDRESS.")
+on_option = click.option(
+    "--on", metavar="N|ray[:ADDRESS]", help="Train N runs at a time here, or on a Ray cluster, local or at ADDRESS."
+)
 which_option = click.option(
     "--which", type=click.Choice(["last", "best", "average"]), default="last", help="Weights of the run."
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from moatlab.report.page import publish
 from moatlab.report.plots import plot_pgd7
-from moatlab.reproduce.pool import each
+from moatlab.reproduce.pool import each, machine_for
 from moatlab.runtime import console
 from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import UserError
@@ -30,8 +30,8 @@ def compare(
     """Train each recipe into its own folder below `out`. Return, and write to `compare.json`, test accuracies, costs
     and collapses, with a plot of PGD-7 accuracy over the epochs and a page.
 
-    `on`: None trains one after another in this process, "ray" on a Ray cluster on this machine, "ray:ADDRESS" on a
-    running cluster. `verbose`: progress on stderr  [default: if that is a terminal or a notebook].
+    `on`: None trains one after another in this process, "2" two at a time, "ray" on a Ray cluster on this machine,
+    "ray:ADDRESS" on a running cluster. `verbose`: progress on stderr  [default: if that is a terminal or a notebook].
     """
     out, data_dir = Path(out), Path(data_dir) if data_dir else None
     runs = {recipe.method: RunFolder(out / slug(recipe.method)) for recipe in recipes}
@@ -39,7 +39,7 @@ def compare(
         raise UserError("each method can be given only once")
     for recipe in recipes:
         runs[recipe.method].check(recipe, resume=resume)
-    machine = Machine(device, threads)
+    machine = machine_for(Machine(device, threads), on)
     work = partial(train_recipe, machine=machine, data_dir=data_dir, resume=resume)
     jobs = [(recipe, runs[recipe.method].path.absolute()) for recipe in recipes]
     with console.verbosity(verbose):

@@ -1,11 +1,16 @@
-"""Train the runs of a sweep one after another, or as tasks of a Ray cluster."""
+"""Train the runs of a sweep one after another, several at a time, or as tasks of a Ray cluster."""
 
 import logging
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from importlib import import_module
+from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from moatlab.runtime import console, distributed
@@ -16,6 +21,7 @@ from moatlab.runtime.errors import Interrupted, RunFailed, UserError, users_code
 Result = TypeVar("Result")
 Trouble = UserError | RunFailed
 LOOK_SECONDS = 1.0
+MOST = 1024
 
 
 def each(
@@ -23,12 +29,18 @@ def each(
 ) -> Iterator[tuple[int, Result | Trouble]]:
     """Call `work(*job)` for each job; yield the job's number with its result or its error.
 
-    `on`: None (one after another, here), `ray` (a Ray cluster on this machine) or `ray:ADDRESS` (a running one, whose
-    machines share the folders). A task gets a CPU per thread of `machine`, and a GPU if it allows one and there is one.
+    `on`: None (one after another, here), a number (so many processes at a time, here), `ray` (a Ray cluster on this
+    machine) or `ray:ADDRESS` (a running one, whose machines share the folders). A task of Ray gets a CPU per thread of
+    `machine`, and a GPU if it allows one and there is one.
     """
     if on is None:
         for number, job in enumerate(jobs):
             yield number, _attempt(work, *job)
+        return
+    if on.isdecimal():
+        if not 1 <= int(on) <= MOST:
+            raise UserError(f"--on {on}: must be from 1 to {MOST} runs at a time")
+        yield from _side_by_side(work, jobs, int(on))
         return
     with _connected(on) as ray, console.Bar(f"on {on}", len(jobs)) as bar:
         resources, threads = ray.cluster_resources(), machine.threads or distributed.threads()
@@ -48,12 +60,37 @@ def each(
                     yield number, RunFailed(f"its Ray task was lost ({type(error).__name__}); run again to resume")
 
 
+def machine_for(machine: Machine, on: str | None) -> Machine:
+    """The machine for each of the runs: those at a time on this machine share its cores."""
+    if on is None or not on.isdecimal() or machine.threads:
+        return machine
+    return Machine(machine.device, max(distributed.cores() // max(int(on), 1), 1))
+
+
+def _side_by_side(
+    work: Callable[..., Result], jobs: Sequence[tuple[Any, ...]], processes: int
+) -> Iterator[tuple[int, Result | Trouble]]:
+    """In processes of their own, which stop when this one does."""
+    new, parent = get_context("spawn"), os.getpid()
+    with ProcessPoolExecutor(processes, mp_context=new, initializer=_stop_with, initargs=(parent,)) as pool:
+        pending = {pool.submit(_in_worker, work, *job): number for number, job in enumerate(jobs)}
+        try:
+            for done in as_completed(pending):
+                try:
+                    yield pending[done], done.result()
+                except BrokenProcessPool:
+                    yield pending[done], RunFailed("its process was killed; run again to resume")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
 @contextmanager
 def _connected(on: str) -> Iterator[Any]:
     """A connection to Ray. The environment variables, signal handler and log level that Ray sets are restored."""
     kind, _, address = on.partition(":")
     if kind != "ray":
-        raise UserError(f"--on {on}: should be ray or ray:ADDRESS; leave it out to run one after another")
+        raise UserError(f"--on {on}: should be a number, ray or ray:ADDRESS; leave it out to run one after another")
     try:
         ray: Any = import_module("ray")
     except ImportError:
@@ -79,6 +116,17 @@ def _attempt(work: Callable[..., Result], *job: Any) -> Result | Trouble:
         return work(*job)
     except (UserError, RunFailed) as error:  # raised, it would be wrapped in an exception of Ray
         return error.with_traceback(None)
+
+
+def _stop_with(parent: int) -> None:
+    """Interrupt this process when its parent is gone, so that its run is saved and can be resumed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _in_worker(work: Callable[..., Result], *job: Any) -> Result | Trouble:

@@ -15,7 +15,7 @@ from moatlab.reproduce.benchmark import seconds_per_pass
 from moatlab.reproduce.outcomes import Outcome, evaluate_run, outcomes_in, read_outcomes
 from moatlab.reproduce.paper import EXPERIMENTS, Asked, Row
 from moatlab.reproduce.plan import Job, Sweep
-from moatlab.reproduce.pool import each
+from moatlab.reproduce.pool import each, machine_for
 from moatlab.reproduce.results import make_result, write_result
 from moatlab.reproduce.tables import for_page
 from moatlab.runtime import console
@@ -46,7 +46,7 @@ def run_sweep(
     `known`: earlier results, whose runs are not repeated. `on`: where to train (see `pool.each`). `yes`: start even if
     it takes days. `command`: recorded in the result. `note`: a remark on its conditions, shown with it.
     """
-    machine = machine or Machine()
+    machine = machine_for(machine or Machine(), on)
     for job in [*sweep.jobs, *_in_folder(sweep, out)]:
         RunFolder(out / job.name).check(job.recipe, resume=True)
     before = [outcome for path in known for outcome in read_outcomes(path)]
