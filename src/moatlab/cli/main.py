@@ -14,6 +14,7 @@ from moatlab.cli.measuring import bench_command, eval_command, verify_command
 from moatlab.cli.publishing import export_command, report_command, reproduce_command
 from moatlab.cli.tools import completion_command, data_group, env_command, methods_command
 from moatlab.cli.training import compare_command, demo_command, plan_command, train_command
+from moatlab.cli.tuning import tune_command
 from moatlab.runtime import console, distributed
 from moatlab.runtime.environment import keep_freed_memory
 from moatlab.runtime.errors import Interrupted, RunFailed, UserError, naming_options
@@ -53,7 +54,7 @@ def cli(context: click.Context) -> None:
 
 
 for commands in (
-    (train_command, plan_command, compare_command, demo_command),
+    (train_command, plan_command, compare_command, demo_command, tune_command),
     (eval_command, verify_command, bench_command),
     (reproduce_command, report_command, export_command),
     (methods_command, data_group, env_command, completion_command),

@@ -15,7 +15,8 @@ from moatlab.runtime import console, distributed
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import RunFile
 from moatlab.runtime.trust import is_trusted
-from moatlab.training.making import default_name, make_recipe
+from moatlab.training.front import BEST, Prefer
+from moatlab.training.making import default_name, draft_recipe, make_recipe
 from moatlab.training.recipe import Recipe, slug
 from moatlab.training.resuming import resumed_recipe
 from moatlab.training.run_folder import RunFolder
@@ -25,13 +26,22 @@ from moatlab.training.run_folder import RunFolder
 @shared.method_argument
 @shared.recipe_options()
 @shared.running_options
+@click.option("--budget", metavar="AMOUNT", help="Choose the epochs by time, passes or FLOPs: 30min, 60passes, 2PFLOP.")
+@click.option("--prefer", type=click.Choice(["robust", "clean"]), help="What `best` maximises  [default: robust]")
 @click.option("--max-steps", type=click.IntRange(min=0), help="Stop after N steps, counted over the whole run.")
 @click.option("--checkpoint-every", type=click.FloatRange(min=0), default=600.0, metavar="SECONDS")
 @click.option(
     "--stream/--no-stream", default=None, help="Decode a folder's images per batch  [default: if over 1/4 of memory]"
 )
 def train_command(
-    out: Path | None, resume: bool, as_json: bool, threads: int | None, device: str, **options: Any
+    out: Path | None,
+    resume: bool,
+    as_json: bool,
+    threads: int | None,
+    device: str,
+    budget: str | None,
+    prefer: Prefer | None,
+    **options: Any,
 ) -> None:
     """Train METHOD: fgsm, fast, nfgsm, pgd:K, gradalign, kim, standard, moat:K, imoat:K1,K2,K3, or a cycle of stages
     such as "cutmix | fast | pgd:2>5>8".
@@ -41,6 +51,7 @@ def train_command(
     moat train moat:2 --data cifar10              small; on a GPU the paper's size
     moat train moat:2 --data photos --model mynet:build --out runs/mine
     moat train fast --on-collapse heal            detect and repair a collapse
+    moat train best --budget 30min                the best method measured
     moat train fgsm --epochs 3 --out runs/short
     moat train --resume --out runs/short          resume that run
 
@@ -54,20 +65,29 @@ def train_command(
             raise UserError(f"there is no run in {out} to resume" if out else "name the run to resume with --out")
         if not RunFolder(out).is_begun:
             options["file"] = out / RunFile.RECIPE
+    best = options["method"] == BEST
+    if budget is None and (best or prefer):
+        raise UserError("moat train best needs a budget, such as --budget 30min, 60passes or 2PFLOP")
     recipe = None
     if out is None:
-        recipe = make_recipe(**options)
-        out = Path("runs") / default_name(recipe, options["preset"])
+        recipe = draft_recipe(**options) if budget else make_recipe(**options)
+        out = Path("runs") / default_name(recipe, options["preset"], BEST if best else None)
+    from moatlab.runtime.device import Machine
+
+    machine = Machine(device, threads)
     if resume and RunFolder(out).is_begun:
-        recipe = resumed_recipe(RunFolder(out), **options)
+        recipe = resumed_recipe(RunFolder(out), **options | ({"method": None} if best else {}))
     else:
+        if budget:
+            from moatlab.training.best import recipe_within
+
+            recipe = recipe_within(budget, prefer=prefer, machine=machine, **options)
         recipe = recipe or make_recipe(**options)
         shared.explain_preset(recipe.data, options["preset"], options["file"])
     shared.let_be_deterministic(recipe)
-    from moatlab.runtime.device import Machine
     from moatlab.training.api import train_recipe
 
-    record = train_recipe(recipe, out, machine=Machine(device, threads), resume=resume, **running)
+    record = train_recipe(recipe, out, machine=machine, resume=resume, **running)
     if not distributed.is_first():
         return
     page = out / RunFile.REPORT
@@ -140,8 +160,8 @@ def describe_own(recipe: Recipe, images: Sizes, machine: tuple[str, int | None] 
     own = {"images": images.train, "test_images": images.test, "classes": images.classes, "image_shape": shape}
     if machine is None:
         return own
-    from moatlab.reproduce.estimate import estimate_run
     from moatlab.runtime.device import Machine
+    from moatlab.training.estimate import estimate_run
 
     found = estimate_run(recipe, Machine(*machine), images)
     minutes = None if found.seconds is None else found.seconds / 60

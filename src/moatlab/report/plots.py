@@ -11,26 +11,22 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from moatlab.attacks.catalog import WATCHED
 from moatlab.attacks.norms import Threat
 from moatlab.methods.language import parse_method
+from moatlab.report.canvas import COLOURS, GREY, dress, legend_below, new_figure, save
 from moatlab.report.portrait import Portrait
-from moatlab.runtime.files import atomic, remove_leftovers
 
-# Okabe and Ito's palette, safe for colour-blind readers.
-COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442"]
 BANDS = ["#EEF1F4", "#E3EDF7", "#FBF0E0", "#E9F4EC"]
-GREY = "#444444"
 MARKERS = "os^Dv<>PX*h"
 Lines = list[dict[str, Any]]  # of metrics.jsonl or events.jsonl
 
 
 def plot_bench(path: Path, result: dict[str, Any]) -> None:
     """Bar charts of `moat bench`: steps against the machine's limit, epochs against the sum of their passes."""
-    figure, (left, right) = _figure(8, 3.6, columns=2)
+    figure, (left, right) = new_figure(8, 3.6, columns=2)
     steps = {name: result[name] for name in ("inference", "attack_step", "training_step")}
     labels = [f"{name.replace('_', ' ')}\n{row['images_per_second']:,.0f} images/s" for name, row in steps.items()]
     bars = left.barh(labels, [100 * row["share_of_limit"] for row in steps.values()], color=COLOURS[1])
@@ -53,13 +49,13 @@ def plot_bench(path: Path, result: dict[str, Any]) -> None:
     environment = result["environment"]
     machine = f"{environment['cpu']}, {result['limit']['threads']} threads, {environment['device']}"
     figure.suptitle(f"{setting}; {machine}", fontsize=8, color=GREY)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_pgd7(path: Path, histories: dict[str, Lines], events: dict[str, Lines], *, title: str, images: str) -> None:
     """PGD-7 accuracy over the epochs, a line per method (figure 1 of the paper). Accuracy drops at each benign stage of
     a cycle, so a bold line joins the ends of cycles. A cross marks a collapse alarm, a ring the recovery."""
-    figure, (axes,) = _figure(7, 4.2)
+    figure, (axes,) = new_figure(7, 4.2)
     for (spec, lines), colour in zip(histories.items(), cycle(COLOURS), strict=False):
         in_cycles = len(parse_method(spec).slots) > 1
         if in_cycles:
@@ -75,14 +71,14 @@ def plot_pgd7(path: Path, histories: dict[str, Lines], events: dict[str, Lines],
                 box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
                 options: dict[str, Any] = {"fontsize": 8, "color": colour, "bbox": box, "zorder": 4}
                 axes.annotate(text, place, (9, 9), textcoords="offset points", **options)
-    _dress(axes, "epoch", f"PGD-7 accuracy on {images} (%)", title)
-    _legend_below(axes, columns=2, size=10)
-    _save(figure, path)
+    dress(axes, "epoch", f"PGD-7 accuracy on {images} (%)", title)
+    legend_below(axes, columns=2, size=10)
+    save(figure, path)
 
 
 def plot_run(path: Path, metrics: Lines, collapsed_at: int | None, *, title: str) -> None:
     """Accuracies over the epochs of one run; stages as background, a cross at the collapse."""
-    figure, (axes,) = _figure(7, 4)
+    figure, (axes,) = new_figure(7, 4)
     stages = list(dict.fromkeys(line["stage"] for line in metrics))
     shades = dict(zip(stages, cycle(BANDS), strict=False)) if len(stages) > 1 else {}
     for line in metrics if shades else []:
@@ -93,9 +89,9 @@ def plot_run(path: Path, metrics: Lines, collapsed_at: int | None, *, title: str
         axes.plot(*_curve(at, "pgd7"), "x", color=COLOURS[2], markersize=12, label="collapse")
     for stage, shade in shades.items():
         axes.plot([], [], "s", color=shade, markersize=9, label=stage)
-    _dress(axes, "epoch", "accuracy on the watched images (%)", title)
-    _legend_below(axes)
-    _save(figure, path)
+    dress(axes, "epoch", "accuracy on the watched images (%)", title)
+    legend_below(axes)
+    save(figure, path)
 
 
 def plot_portrait(path: Path, portrait: Portrait, *, title: str) -> None:
@@ -105,7 +101,7 @@ def plot_portrait(path: Path, portrait: Portrait, *, title: str) -> None:
     radius, landscape = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1], projection="3d")
     radius.plot(*zip(*portrait.points, strict=True), marker="o", color=COLOURS[1])
     x_label = "eps x 255" if portrait.norm == "linf" else "eps"
-    _dress(radius, x_label, f"robust accuracy (%), {portrait.curve.images} images", title)
+    dress(radius, x_label, f"robust accuracy (%), {portrait.curve.images} images", title)
     loss, wrong = np.array(portrait.surface.loss), np.array(portrait.surface.wrong, dtype=bool)
     ticks = np.linspace(-1, 1, len(loss))
     surface: dict[str, Any] = {"rstride": 1, "cstride": 1, "shade": False, "linewidth": 0.1, "edgecolor": "white"}
@@ -121,7 +117,7 @@ def plot_portrait(path: Path, portrait: Portrait, *, title: str) -> None:
         for answer, height in ((one.predicted, -0.35), (one.attacked, -0.12)):
             colour, x = COLOURS[2] if answer == one.label else COLOURS[0], (number + 0.5) * side
             strip.text(x, height * side, answer, fontsize=7, color=colour, ha="center", parse_math=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _pixels(png: str) -> np.ndarray[Any, Any]:
@@ -131,19 +127,19 @@ def _pixels(png: str) -> np.ndarray[Any, Any]:
 def plot_result(path: Path, result: dict[str, Any]) -> None:
     """A reproduced table or figure."""
     is_table = result["kind"] == "table"
-    figure, panels = _figure(12 if is_table else 8, 4.6, 2 if is_table else 1)
+    figure, panels = new_figure(12 if is_table else 8, 4.6, 2 if is_table else 1)
     kinds = {"curves": _plot_curves, "bars": _plot_bars, "steps": _plot_steps, "radius": _plot_radius}
     if is_table:
         _plot_cost(panels[0], result)
         _plot_clean(panels[1], result)
-        _legend_below(panels[0])
+        legend_below(panels[0])
     else:
         kinds[result["kind"]](panels[0], result)
     part = f"; NOT the whole data set: {result['data']['note']}" if result["data"]["note"] else ""
     setting = f"{result['setting']}; {seeds_text(result)}{part}"
     title = f"{result['experiment']}: {result['title']}\npreset {result['preset']}: {setting}"
     figure.suptitle(title, fontsize=8, color=GREY, wrap=True)
-    _save(figure, path)
+    save(figure, path)
 
 
 def seeds_text(result: dict[str, Any]) -> str:
@@ -164,7 +160,7 @@ def _plot_cost(axes: Axes, result: dict[str, Any]) -> None:
         found = ", ".join(f"{outcome} in {count} of {len(row['seeds'])}" for outcome, count in others.items())
         text = row["row"] + (f" ({found})" if found else "")
         axes.errorbar(cost, 100 * column["mean"], yerr=_errors([column]), label=text, **_point(number))
-    _dress(axes, "passes over the training set (nearly equal costs side by side)", "accuracy under AutoAttack (%)")
+    dress(axes, "passes over the training set (nearly equal costs side by side)", "accuracy under AutoAttack (%)")
     axes.set_xlim(0, 1.05 * max(costs))
     axes.set_ylim(bottom=-axes.get_ylim()[1] / 50)  # so that a point at zero is not cut
 
@@ -174,7 +170,7 @@ def _plot_clean(axes: Axes, result: dict[str, Any]) -> None:
     for number, row in enumerate(result["rows"]):
         clean, robust = (100 * row["columns"][name]["mean"] for name in ("clean", "aa"))
         axes.errorbar(clean, robust, **_point(number))
-    _dress(axes, "clean accuracy (%)", "accuracy under AutoAttack (%)")
+    dress(axes, "clean accuracy (%)", "accuracy under AutoAttack (%)")
     axes.set_ylim(bottom=-axes.get_ylim()[1] / 50)
 
 
@@ -194,7 +190,7 @@ def _plot_curves(axes: Axes, result: dict[str, Any]) -> None:
         axes.plot(*_curve(at, "pgd7"), "x", color=colour, markersize=12, markeredgewidth=2)
     if any(run["collapsed_at"] for run in result["runs"]):
         axes.plot([], [], "x", color=GREY, markersize=8, markeredgewidth=2, label="collapsed from here on")
-    _dress(axes, "epoch", "PGD-7 accuracy on the watched images (%)")
+    dress(axes, "epoch", "PGD-7 accuracy on the watched images (%)")
     axes.legend(frameon=False, fontsize=8)
 
 
@@ -207,7 +203,7 @@ def _plot_bars(axes: Axes, result: dict[str, Any]) -> None:
         options: dict[str, Any] = {"capsize": 2, "color": COLOURS[number % len(COLOURS)], "label": row["row"]}
         axes.bar(places, [100 * one["mean"] for one in columns], width, yerr=_errors(columns), **options)
     axes.set_xticks(range(len(names)), names)
-    _dress(axes, "", "accuracy (%)")
+    dress(axes, "", "accuracy (%)")
     axes.legend(frameon=False, fontsize=8, title="stage I")
 
 
@@ -217,8 +213,8 @@ def _plot_steps(axes: Axes, result: dict[str, Any]) -> None:
     for number, name in enumerate(result["rows"][0]["columns"]):
         means = [100 * row["columns"][name]["mean"] for row in rows]
         axes.plot(steps, means, marker=MARKERS[number], color=COLOURS[number], label=name)
-    _dress(axes, "steps K of stage III", "accuracy (%)")
-    _legend_below(axes)
+    dress(axes, "steps K of stage III", "accuracy (%)")
+    legend_below(axes)
 
 
 def _plot_radius(axes: Axes, result: dict[str, Any]) -> None:
@@ -245,9 +241,9 @@ def _plot_radius(axes: Axes, result: dict[str, Any]) -> None:
         axes.axvline(beside - 1.5, color=GREY, linewidth=0.8, linestyle=":")
         ticks[beside] = f"{beside - 3:g}, cycled\nmomentum"
     axes.set_xticks(list(ticks), list(ticks.values()))
-    _dress(axes, "radius of training and attack (eps x 255)", "PGD-7 accuracy on the test images (%)")
+    dress(axes, "radius of training and attack (eps x 255)", "PGD-7 accuracy on the test images (%)")
     axes.set_ylim(bottom=-axes.get_ylim()[1] / 50)  # so that a point at zero is not cut
-    _legend_below(axes, columns=len(names) + len(outcomes))
+    legend_below(axes, columns=len(names) + len(outcomes))
 
 
 def _mark(outcome: str, colour: str) -> dict[str, Any]:
@@ -255,11 +251,6 @@ def _mark(outcome: str, colour: str) -> dict[str, Any]:
     shape = {"marker": "X", "markersize": 11} if outcome == "collapsed" else {"marker": "o", "markersize": 8}
     face = colour if outcome == "robust" else "white"
     return {**shape, "color": colour, "markerfacecolor": face, "markeredgewidth": 1.5, "linestyle": "", "zorder": 3}
-
-
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
 def _curve(lines: Lines, name: str) -> tuple[list[int], list[float]]:
@@ -270,25 +261,3 @@ def _curve(lines: Lines, name: str) -> tuple[list[int], list[float]]:
 def _errors(columns: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
     """95 % intervals as distances from the means, in percent."""
     return 100 * np.array([[one["mean"] - one["interval"][0], one["interval"][1] - one["mean"]] for one in columns]).T
-
-
-def _dress(axes: Axes, x_label: str, y_label: str, title: str = "") -> None:
-    axes.set(xlabel=x_label, ylabel=y_label)
-    axes.set_ylim(bottom=0)
-    axes.set_title(title, fontsize=8, color=GREY, wrap=True, parse_math=False)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    if x_label == "epoch":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _legend_below(axes: Axes, columns: int = 4, size: int = 8) -> None:
-    axes.figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=size)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """PNG or PDF by suffix; without a date, so that equal results give equal files."""
-    remove_leftovers(path)
-    metadata = {"CreationDate": None} if path.suffix == ".pdf" else None
-    with atomic(path) as file:
-        figure.savefig(file, format=path.suffix[1:], dpi=150, metadata=metadata)

@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from moatlab.attacks.catalog import WATCHED
+from moatlab.report.fronts import last_runs
 from moatlab.runtime.console import counted, rounded
 from moatlab.runtime.sheet import make_table, plain_console
 
@@ -24,6 +25,17 @@ def print_comparison(result: dict[str, Any]) -> None:
             console.print(f"{row['method']} is only robust to FGSM: {100 * row['pgd7']:.1f} % under PGD-7.")
     console.print(f"setting: {result['setting']}")
     console.print(f"plot: {result['plot']}\nreport: {result['report']}", soft_wrap=True)
+
+
+def print_search(result: dict[str, Any]) -> None:
+    runs, fields = last_runs(result["trials"]), {one["trial"]: one["fields"] for one in result["trials"]}
+    rows = []
+    for one in result["ranking"]:
+        run = runs[one["trial"]]
+        numbers = (f"{100 * run['robust']:.1f}", f"{100 * run['clean']:.1f}", rounded(run["passes"]))
+        rows.append((str(fields[one["trial"]].get("method", one["trial"])), *numbers))
+    title = "trials at the last rung, on held-out images"
+    plain_console().print(make_table("method", "robust %", "clean %", "passes", title=title, rows=rows))
 
 
 def print_bench(result: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ import copy
 import resource
 import statistics
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,15 +25,15 @@ from moatlab.runtime.device import DTYPES, Autocast, Machine, choose_precision, 
 from moatlab.runtime.environment import describe_environment
 from moatlab.runtime.errors import users_code
 from moatlab.runtime.files import SCHEMA
+from moatlab.training.estimate import FEW_STEPS, real_step, timed
 from moatlab.training.making import make_recipe
 from moatlab.training.optimizer import Sgd
 from moatlab.training.recipe import Recipe
-from moatlab.training.trainer import Trainer, rehearsal
+from moatlab.training.trainer import rehearsal
 
 SIZE, PRODUCTS = 2048, 20  # the limit is the fastest of 20 products of two 2048 x 2048 matrices
 ROUNDS = 5
 STEPS = 13  # timed per stage: a third of an epoch of mini
-FEW_STEPS = 3  # timed to estimate a sweep, after one warm-up step
 CLASSES = 10
 METHODS = ("fgsm", "fast", "pgd:7", "moat:2", "imoat:2,5,8")
 EPOCHS = 9  # enough for each method to run all its stages
@@ -178,25 +177,12 @@ def measure_epochs(device: torch.device, bar: Bar) -> dict[str, Any]:
     return result
 
 
-def real_step(trainer: Trainer, step: int) -> float:
-    """Seconds taken by one training step, at this step of the run."""
-    trainer.progress.step = step
-    return timed(trainer.step, trainer.session.device)
-
-
 def seconds_per_pass(recipe: Recipe, machine: Machine, images: Images) -> tuple[float, bool]:
     """Time of a pass over the training set, from the fastest of a few fgsm steps (two passes each); and whether the
     device is a GPU."""
     with rehearsal(recipe.model_copy(update={"method": "fgsm"}), machine, images) as trainer:
         taken = [real_step(trainer, step) for step in range(FEW_STEPS + 1)]
         return min(taken[1:]) / 2 * trainer.session.steps_per_epoch, trainer.session.device.type != "cpu"
-
-
-def timed(step: Step, device: torch.device) -> float:
-    begun = time.perf_counter()
-    step()
-    torch.get_device_module(device).synchronize()
-    return time.perf_counter() - begun
 
 
 def peak_memory(device: torch.device) -> float:

@@ -19,6 +19,8 @@ from moatlab.models.weights import read_weights, set_weights
 from moatlab.runtime import console, distributed
 from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import Interrupted, UserError
+from moatlab.training.best import recipe_within
+from moatlab.training.front import BEST, Prefer
 from moatlab.training.making import default_name, make_recipe
 from moatlab.training.memory import check_memory
 from moatlab.training.recipe import Recipe, option_name
@@ -52,6 +54,8 @@ def train(
     data: Any = None,
     *,
     method: str | None = None,
+    budget: str | None = None,
+    prefer: Prefer | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     data_dir: str | Path | None = None,
@@ -71,6 +75,7 @@ def train(
     `model` is a module (images in [0, 1] to logits; trained in place) or a name, as for --model. `data` is a name, a
     folder or an .npz file, as for --data; or images and labels: `(x, y)`, a `Dataset` or a `DataLoader`, or two of
     these, `(train, test)`. Images are bytes (N, H, W, C) or floats (N, C, H, W) in [0, 1], which are rounded to bytes.
+    `budget` ("30min", "60passes", "2PFLOP") chooses the epochs, and with `method="best"` the method, see `prefer`.
     All other options of `moat train` are accepted. The run is written
     to `out` (default: runs/NAME); `resume` continues the run there. `verbose`: print progress on stderr (default: if
     that is a terminal or a notebook). `train(recipe, folder)` trains a complete recipe.
@@ -92,9 +97,17 @@ def train(
             images = _given_images(data)
         name = f"{type(model).__module__}:{type(model).__qualname__}" if own is not None else model
         options |= {"model": name, "data": images.name if images else str(data)}
-        recipe = make_recipe(method or "moat:2", images=images.sizes if images else None, **options)
+        sizes, machine = images.sizes if images else None, Machine(device, threads)
+        begun = resume and out is not None and RunFolder(out).is_begun
+        if budget and not begun:
+            with console.verbosity(verbose):
+                limits: dict[str, Any] = {"prefer": prefer, "machine": machine}
+                recipe = recipe_within(budget, method or "moat:2", images=sizes, **limits, **options)
+        else:
+            recipe = make_recipe("moat:2" if begun else method or "moat:2", images=sizes, **options)
         folder = Path(out) if out else _free_folder(recipe, options.get("preset"), resume)
         if resume and RunFolder(folder).is_begun:
+            method = None if method == BEST else method
             recipe = resumed_recipe(RunFolder(folder), method, **options | ({} if data_given else {"data": None}))
     with console.verbosity(verbose), giving_logits(own) if own is not None else nullcontext():
         console.note(f"the run is in {folder}")

@@ -1,22 +1,26 @@
-"""The time and memory of a run on the user's own images, estimated before it starts."""
+"""The time and memory of a run, estimated before it starts from a few steps on random images."""
 
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from moatlab.data.images import Images
 from moatlab.data.sizes import Sizes
-from moatlab.reproduce.benchmark import FEW_STEPS, real_step
+from moatlab.runtime.console import note
 from moatlab.runtime.device import Machine
+from moatlab.runtime.errors import UserError
 from moatlab.runtime.randomness import generator
+from moatlab.training.budget import forwards_of
 from moatlab.training.memory import free_bytes, step_bytes
-from moatlab.training.monitor import PASSES
 from moatlab.training.recipe import Recipe
-from moatlab.training.setup import TRAIN_SAMPLE
-from moatlab.training.trainer import rehearsal
+from moatlab.training.trainer import Trainer, rehearsal
 
-LONGEST = 10.0  # seconds of measuring, after which no further step is taken
+FEW_STEPS = 3  # after one to warm up
+SECONDS = 2.0  # of measuring, but at least two steps after the first
+FGSM = 5  # forwards that take as long as a step of fgsm: two, an input backward and a weight backward
 
 
 @dataclass(frozen=True)
@@ -27,25 +31,34 @@ class Estimate:
 
 
 def estimate_run(recipe: Recipe, machine: Machine, images: Sizes) -> Estimate:
-    """From the fastest of a few fgsm steps (two passes each) on random images; no image is read."""
+    """Of the whole run; no image is read."""
+    second, needed, free = measure_step(recipe, machine, images)
+    return Estimate(None if second is None else second * forwards_of(recipe, images), needed, free)
+
+
+def measured_seconds(recipe: Recipe, machine: Machine, images: Sizes) -> float:
+    """Per forward of one image. Prints that it measures."""
+    note("timing a few steps ...")
+    second, needed, free = measure_step(recipe, machine, images)
+    if second is None:
+        raise UserError(f"a step needs {needed / 1e9:.1f} GB and {(free or 0) / 1e9:.1f} GB are free; use --batch-size")
+    return second
+
+
+def measure_step(recipe: Recipe, machine: Machine, images: Sizes) -> tuple[float | None, int, int | None]:
+    """Seconds per forward of one image (None if a step does not fit into memory), from the median of some steps of
+    fgsm; the bytes of a step, and those that are free."""
     short = {"method": "fgsm", "then": "pgd:2", "holdout": 0, "monitor": "train", "on_collapse": "warn", "init": None}
     with rehearsal(recipe.model_copy(update=short), machine, random_images(recipe, images)) as trainer:
         image, fixed = step_bytes(trainer.session)
         needed, free = recipe.batch_size * image + fixed, free_bytes(trainer.session.device)
         if free is not None and needed > free:
-            return Estimate(None, needed, free)
+            return None, needed, free
         taken: list[float] = []
         begun = time.monotonic()
-        while len(taken) <= FEW_STEPS and (len(taken) < 2 or time.monotonic() - begun < LONGEST):
-            taken.append(real_step(trainer, len(taken)))
-    a_pass = min(taken[1:]) / 2 / recipe.batch_size  # seconds of one image
-    trained = (images.train - recipe.holdout) // recipe.batch_size * recipe.batch_size
-    sample = min(TRAIN_SAMPLE, images.train - recipe.holdout)
-    watched = {"holdout": recipe.holdout, "train": sample, "test": images.test}[recipe.monitor]
-    watched = min(watched, recipe.monitor_images or watched) * -(-recipe.epochs // recipe.monitor_every)
-    steps = trained // recipe.batch_size
-    passes = recipe.planned_work(steps, recipe.batch_size, images.classes).passes
-    return Estimate(a_pass * (passes + PASSES * (watched + images.test)), needed, free)
+        while len(taken) < 3 or time.monotonic() - begun < SECONDS:
+            taken.append(real_step(trainer, len(taken) % FEW_STEPS))
+    return statistics.median(taken[1:]) / FGSM / recipe.batch_size, needed, free
 
 
 def random_images(recipe: Recipe, images: Sizes) -> Images:
@@ -56,3 +69,16 @@ def random_images(recipe: Recipe, images: Sizes) -> Images:
     y = torch.randint(images.classes, (count,), generator=draws)
     classes, half = tuple(map(str, range(images.classes))), (0.5,) * images.channels
     return Images(recipe.data, x, y, x[:1], y[:1], classes, half, half, "random", None, "")
+
+
+def real_step(trainer: Trainer, step: int) -> float:
+    """Seconds taken by one training step, at this step of the run."""
+    trainer.progress.step = step
+    return timed(trainer.step, trainer.session.device)
+
+
+def timed(step: Callable[[], object], device: torch.device) -> float:
+    begun = time.perf_counter()
+    step()
+    torch.get_device_module(device).synchronize()
+    return time.perf_counter() - begun

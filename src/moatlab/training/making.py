@@ -9,11 +9,13 @@ from moatlab.data.sizes import Sizes, find_sizes
 from moatlab.methods.language import parse_method, with_defaults_at
 from moatlab.runtime.errors import UserError, needs_trust
 from moatlab.runtime.trust import is_trusted
+from moatlab.training.front import BEST
 from moatlab.training.presets import KIM_STD, PRESETS, default_preset, for_images, paper_epochs
 from moatlab.training.recipe import NEEDED, Recipe, read_recipe_file, slug, validated
 from moatlab.training.schedules import can_cycle
 
 ADAMW_LR = 1e-3
+MANY = 1000  # epochs
 
 
 def make_recipe(
@@ -84,6 +86,14 @@ def make_recipe(
     if recipe.on_collapse == "heal" and {stage.name for stage in parse_method(recipe.then).stages} != {"pgd"}:
         raise UserError(f"--then {recipe.then}: healing needs multi-step stages, such as pgd:2")
     return recipe
+
+
+def draft_recipe(method: str | None, **options: Any) -> Recipe:
+    """A recipe whose number of epochs, and for `best` its method, a budget will decide."""
+    method = "standard" if method == BEST else method
+    if method is not None:
+        options["epochs"] = MANY * parse_method(method).replays
+    return make_recipe(method, **options)
 
 
 def _fill_in(fields: dict[str, Any], images: Sizes | None) -> None:

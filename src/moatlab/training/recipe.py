@@ -53,6 +53,7 @@ LEFT_OUT = (
     "awp",
     "check_every",
 )
+TRAIN_SAMPLE = 1000  # training images watched if none are held out
 
 
 class Recipe(BaseModel):

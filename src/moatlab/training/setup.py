@@ -27,10 +27,8 @@ from moatlab.runtime.errors import UserError, adding_to_errors, users_code
 from moatlab.runtime.randomness import generator, key
 from moatlab.training.averaging import ESTIMATED, Average
 from moatlab.training.optimizer import OPTIMIZERS
-from moatlab.training.recipe import Recipe
+from moatlab.training.recipe import TRAIN_SAMPLE, Recipe
 from moatlab.training.schedules import SCHEDULES, cycled_momentum, ramp
-
-TRAIN_SAMPLE = 1000  # training images watched if none are held out
 
 
 class Session:
