@@ -75,7 +75,10 @@ GROUPS = {
 
 
 # What --help shows of a command with the options of a recipe, in this order; --help-all shows all.
-USUAL = "data image_size model init preset epochs eps seed seeds methods images plan out resume threads device as_json"
+USUAL = (
+    "budget trials space clean_floor data image_size model init preset epochs eps seed seeds methods images plan "
+    "out resume on threads device as_json"
+)
 
 
 class Grouped(click.Command):

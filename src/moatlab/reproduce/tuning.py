@@ -94,7 +94,7 @@ def tune(
     trials: int = 24,
     rungs: int = 3,
     seeds: int = 2,
-    seed: int = 0,
+    seed: int | None = None,
     space: Path | None = None,
     storage: str | None = None,
     clean_floor: float = 0.0,
@@ -111,7 +111,7 @@ def tune(
     on the cross-entropy and on the margin win, plus `clean_weight` times the clean accuracy; trials with a clean
     accuracy below `clean_floor` lose. Called again, it resumes.
     """
-    limit, machine = Budget.parse(budget), machine_for(machine or Machine(), on)
+    limit, machine, seed = Budget.parse(budget), machine_for(machine or Machine(), on), seed or 0
     given = {name: value for name, value in options.items() if value is not None}
     searched = _without(read_space(space), given)
     make_folder(out)
