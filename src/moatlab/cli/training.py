@@ -146,6 +146,8 @@ def plan_command(as_json: bool, measure: bool, threads: int | None, device: str,
     click.echo(f"{recipe.setting}\n{console.counted(epochs, 'epoch')} of {console.counted(steps, 'step')}")
     if own:
         print_own(images, own)
+    if any(stage.entry.at_most for stage in parsed.stages):
+        click.echo("at most:")
     for name in ("passes", *KINDS):
         click.echo(f"{name.replace('_', '-'):<18}{cost[name]:>8g}  x the training set")
     if flops:

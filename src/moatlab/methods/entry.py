@@ -57,6 +57,7 @@ class StageEntry:
     loss: LossStage | None = None
     extra: Callable[[int, int], Cost] | None = None
     linf_only: bool = False
+    at_most: bool = False  # whether the cost is a bound, which its mean over the steps so far keeps
     keeps: bool = False  # whether it remembers something of each training image
 
 

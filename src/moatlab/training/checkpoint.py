@@ -40,6 +40,7 @@ class Progress:
     cost: Cost = field(default_factory=Cost)
     healing_cost: Cost = field(default_factory=Cost)  # beyond the plan, because of a collapse
     monitor_cost: Cost = field(default_factory=Cost)
+    spare: Cost = field(default_factory=Cost)  # planned and not used by stages whose cost is a bound
     epoch_seconds: float = 0.0
     train_seconds: float = 0.0
     monitor_seconds: float = 0.0
@@ -99,7 +100,7 @@ def load_checkpoint(path: Path, session: Session, identity: str) -> tuple[Progre
         if content["identity"] != identity:
             raise ValueError("it is of another run: another recipe, or other data")
         state = content["progress"]
-        costs = {name: Cost(**state[name]) for name in ("cost", "healing_cost", "monitor_cost")}
+        costs = {name: Cost(**state[name]) for name in ("cost", "healing_cost", "monitor_cost", "spare")}
         new, parameters = session.optimizer.state, list[Tensor](session.model.parameters())
         pairs = zip(parameters, content["optimizer"], strict=True)
         states = {parameter: laid_out_like(new[parameter], read) for parameter, read in pairs if parameter in new}

@@ -116,6 +116,8 @@ def announce(session: Session) -> None:
     steps, size, images = session.steps_per_epoch, recipe.batch_size, len(session.batches.y)
     cycle = f" = {method}" if str(method) != recipe.method else ""
     passes = console.counted(session.planned.passes / session.epoch_images, "pass")
+    if any(stage.entry.at_most for stage in session.method.stages):
+        passes = f"at most {passes}"
     console.note(f"{recipe.method}{cycle}: {passes} over {console.counted(images, 'training image')}")
     console.note(session.setting)
     if session.images.note:

@@ -94,6 +94,8 @@ class RunRecord:
     def cost_and_place(self, folder: Path) -> str:
         healing = self.healing.get("passes", 0)
         extra = f" ({healing:+g} beyond the plan, for healing)" if healing else ""
+        if self.final and not healing and self.counted["passes"] < self.planned["passes"]:
+            extra = f" of {self.planned['passes']:g} planned"
         times = f"training {duration(self.train_seconds)}, monitor {duration(self.monitor_seconds)}"
         return f"{counted(self.counted['passes'], 'pass')}{extra}; {times}; the run is in {folder}"
 

@@ -148,7 +148,7 @@ class Trainer:
         distributed.copy_from_first(session.model.buffers())  # running statistics, which differ between processes
         if session.average:
             session.average.update(session.model, step + 1)
-        self.count(session.work(step, progress.replaced), f"stage {stage}")
+        self.count(session.work(step, progress.replaced), f"stage {stage}", at_most=stage.entry.at_most)
         progress.step += 1
         if self.guard.is_time_to_look(step):
             self.guard.look()
@@ -160,10 +160,13 @@ class Trainer:
             self.last_batch = (step, *self.session.batches.at(step))
         return self.last_batch[1:]
 
-    def count(self, planned: Cost, what: str) -> None:
-        """Add the counted cost of the step, which must equal the cost that its stage declares."""
+    def count(self, planned: Cost, what: str, *, at_most: bool = False) -> None:
+        """Add the counted cost of the step, which must equal the cost that its stage declares; or, if that is a bound,
+        keep it on average over the steps so far."""
         progress, counted = self.progress, self.meter.take()
-        if counted != planned:
+        if at_most:
+            progress.spare += planned + counted * -1
+        if min(progress.spare.kinds) < 0 if at_most else counted != planned:
             kinds = "forwards, input, weight and double backwards"
             batches = [tuple(cost.as_dict(self.session.batch).values())[1:] for cost in (planned, counted)]
             declared = f"{what} declares {batches[0]} {kinds} per step, but {batches[1]} were counted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moatlab.methods.cost import Cost
@@ -69,21 +70,52 @@ def zerograd(context: Context, x: Tensor, y: Tensor, _: None, *, q: float) -> Ba
     return context.step(start, gradient.masked_fill(small.view_as(gradient), 0), x, 2 * context.eps), y
 
 
+def auto(context: Context, x: Tensor, y: Tensor, budget: int, *, trust: float) -> Tensor:
+    """`fast` while the loss is nearly linear along its step: mean cos(g, g') >= trust, with g the gradient at the start
+    and g' that at the trained point, which the trained backward pass gives too. Else `pgd` with up to 8 steps, paid
+    with what was saved: on average at most K steps. The running mean of the cosine is read every 20 steps.
+    """
+    import torch
+
+    from moatlab.attacks.alignment import misalignment
+
+    memory, threat = context.memory, context.threat
+    agreement = memory.setdefault("auto agreement", x.new_ones(1))
+    wanted = memory.setdefault("auto steps", torch.tensor(1))  # without dimensions: kept on the CPU
+    saved = memory.setdefault("auto saved", torch.tensor(0))
+    if context.when.position % LOOK == 0:
+        memory["auto steps"] = wanted = torch.tensor(1 if agreement.item() >= trust else MOST)
+    steps = min(int(wanted), int(saved) + budget)
+    memory["auto saved"] = saved + budget - steps
+    start, size = threat.project(x + context.noise(x), x), context.eps * (1.25 if steps == 1 else max(1 / 4, 1 / steps))
+    with context.attacking() as probe:
+        first, _logits = probe.gradient(start, y)
+    leaf = context.step(start, first, x, size)
+    leaf = context.climb(leaf, x, y, steps=steps - 1, step_size=size).detach().requires_grad_()
+
+    def agree(gradient: Tensor) -> None:
+        now = context.mean_count(1 - misalignment(first, gradient.nan_to_num(0, 0, 0)))
+        memory["auto agreement"] = agreement.lerp(now.to(agreement), 1 - REMEMBERED)
+
+    context.after_backward(leaf, agree)
+    return context.cross_entropy(context.forward(leaf), y)
+
+
+LOOK, MOST, REMEMBERED = 20, 8, 0.9  # of auto: steps between decisions, steps of an attack, decay of the mean
 CHECKPOINTS = Argument("C", whole=True, low=1, high=100, default=3)
+BUDGET = Argument("K", whole=True, low=1, high=100, default=2)
+TRUST = {"trust": Argument("TRUST", low=-1, high=1, default=0.5)}
 QUANTILE = {"q": Argument("Q", high=1, default=0.35)}
+STEP = {"step": Argument("STEP", low=1e-3, high=2)}
 SINGLE = always(2, 1, 1)
+REFERENCE, BEND = "the multi-step reference; step= is in units of eps", "one step, or more where the loss bends"
+MULTI: Callable[[int], Cost] = lambda steps: Cost(steps + 1, steps, 1)  # noqa: E731
 STAGES = {
     "fgsm": StageEntry(fgsm, SINGLE, "Goodfellow et al., 2015", "to show catastrophic overfitting"),
     "fast": StageEntry(fast, SINGLE, "Wong, Rice and Kolter, 2020", "the classic single step; may collapse"),
     "nfgsm": StageEntry(nfgsm, SINGLE, "de Jorge et al., 2022", "a simple and strong single step"),
     "zerograd": StageEntry(zerograd, SINGLE, "Golgooni et al., 2021", "q=0.45 for CIFAR-100", named=QUANTILE),
     "kim": StageEntry(kim, lambda c: Cost(c + 1, 1, 1), "Kim, Lee and Lee, 2021", "for clean accuracy", CHECKPOINTS),
-    "pgd": StageEntry(
-        pgd,
-        lambda steps: Cost(steps + 1, steps, 1),
-        "Madry et al., 2018",
-        "the multi-step reference; step= is in units of eps",
-        STEPS,
-        named={"step": Argument("STEP", low=1e-3, high=2)},
-    ),
+    "pgd": StageEntry(pgd, MULTI, "Madry et al., 2018", REFERENCE, STEPS, named=STEP),
+    "auto": StageEntry(auto, MULTI, "this project, after SORA", BEND, BUDGET, "loss", named=TRUST, at_most=True),
 }

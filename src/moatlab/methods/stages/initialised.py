@@ -89,25 +89,18 @@ def pgi(context: Context, x: Tensor, y: Tensor, _: None, *, lambda_: float) -> T
     return cross_entropy(logits, target) + lambda_ * mse_loss(logits, at_start)
 
 
+def refreshing(position: int, classes: int) -> Cost:
+    """Of LIET's class-wise perturbations, in images."""
+    return Cost(classes, classes) if position % REFRESH == 0 else Cost()
+
+
+TIED = always(2, 1, 2)
+START = "single step from a class-wise start; labels of its own"
+LAST = "single step from the last one; keeps two floats per pixel of the data"
+LIET, PGI = weight(100.0), weight(10.0)
 STAGES = {
     "liet": StageEntry(
-        liet,
-        always(2, 1, 2),
-        "LIET, ICCV 2025",
-        "single step from a class-wise start; labels of its own",
-        kind="loss",
-        named=weight(100.0),
-        linf_only=True,
-        extra=lambda position, classes: Cost(classes, classes) if position % REFRESH == 0 else Cost(),
+        liet, TIED, "LIET, ICCV 2025", START, None, "loss", named=LIET, linf_only=True, extra=refreshing
     ),
-    "pgi": StageEntry(
-        pgi,
-        always(2, 1, 2),
-        "Jia et al., 2022",
-        "single step from the last one; keeps two floats per pixel of the data",
-        kind="loss",
-        named=weight(10.0),
-        keeps=True,
-        linf_only=True,
-    ),
+    "pgi": StageEntry(pgi, TIED, "Jia et al., 2022", LAST, None, "loss", named=PGI, linf_only=True, keeps=True),
 }

@@ -77,17 +77,12 @@ def aaer(context: Context, x: Tensor, y: Tensor, _: None, *, over: str, lambda_:
     return context.cross_entropy(logits, y) + (authors(radius) if lambda_ is None else lambda_) * penalty
 
 
+AUTHORS, DOUBLE = "Andriushchenko and Flammarion, 2020", "against collapse; needs a double backward"
+ALIGN = Argument("LAMBDA", default=0.2, at_eps=geometric(0.2, 2.0))
 ELLE = weight(1000.0, geometric(1000, 5000))
 AAER = {"over": Argument("OVER", default="fast", choices=("fast", "nfgsm")), "lambda": Argument("LAMBDA")}
 STAGES = {
-    "gradalign": StageEntry(
-        gradalign,
-        always(3, 2, 1, 1),
-        "Andriushchenko and Flammarion, 2020",
-        "against collapse; needs a double backward",
-        Argument("LAMBDA", default=0.2, at_eps=geometric(0.2, 2.0)),
-        kind="loss",
-    ),
+    "gradalign": StageEntry(gradalign, always(3, 2, 1, 1), AUTHORS, DOUBLE, ALIGN, "loss"),
     "elle": StageEntry(
         elle, always(5, 1, 4), "Abad Rocamora et al., 2024", "against collapse", kind="loss", named=ELLE
     ),

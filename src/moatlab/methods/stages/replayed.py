@@ -66,18 +66,12 @@ def yopo(context: Context, x: Tensor, y: Tensor, times: int, *, n: int) -> Tenso
     return value + surrogate - surrogate.detach()  # type: ignore[union-attr]
 
 
+MANY = "M passes for M n attack steps; yopo:5 is the authors'"
+INNER = {"n": Argument("N", whole=True, low=1, high=100, default=3)}
 TIMES = Argument("M", whole=True, low=1, high=100)
 STAGES = {
     "free": StageEntry(
         free, always(1, 0, 1), "Shafahi et al., 2019", "T epochs see each image T/M times", TIMES, kind="replay"
     ),
-    "yopo": StageEntry(
-        yopo,
-        lambda times: Cost(times, 0, times),
-        "Zhang et al., 2019, YOPO",
-        "M passes for M n attack steps; yopo:5 is the authors'",
-        TIMES,
-        kind="loss",
-        named={"n": Argument("N", whole=True, low=1, high=100, default=3)},
-    ),
+    "yopo": StageEntry(yopo, lambda m: Cost(m, 0, m), "Zhang et al., 2019, YOPO", MANY, TIMES, "loss", named=INNER),
 }
