@@ -28,7 +28,9 @@ REPLACED = [
     (r"^(pipx?|pre-commit) .*", "moat --version"),  # tests/test_wheel.py installs the package
     (r"^\.venv/bin/python (\S+).*", r"python \1 --help"),  # scripts that download and write
     (r"^torchrun .* -m moatlab", "moat"),  # one process; tests/runtime/test_distributed.py starts several
-    (r" --on ray(:\S+)?", ""),  # without a cluster; tests/reproduce/test_pool.py has one
+    (r"^moat tune .*", "moat tune --show-space"),  # tests/reproduce/test_tune.py searches
+    (r"--recipe runs/tune_\S+", "moat:2"),  # the result of a search
+    (r" --on (\d+|ray(:\S+)?)", ""),  # one after another; tests/reproduce/test_pool.py has both
     (r"^(moat eval .*)--data cifar10", r"\1--data mini"),  # tests download nothing; ten classes, as mynet's weights
     (r"--data cifar100?\b", "--data photos"),  # tests download nothing
     (r"--format robustbench", "--format safetensors"),  # tests/sharing/test_export.py has a model of that size

@@ -231,9 +231,9 @@ def _plot_radius(axes: Axes, result: dict[str, Any]) -> None:
         axes.plot([places[eps] + apart for eps in line], list(line.values()), color=colour, linewidth=2, label=name)
         for row in own:
             x = apart + (beside if row["cycle_momentum"] else places[row["eps"]])
-            for value, outcome in zip(row["columns"]["pgd7"]["seeds"], row["outcomes"], strict=True):
+            for value, outcome in zip(row["columns"]["pgd7"]["seeds"], _outcomes(row), strict=True):
                 axes.plot(x, 100 * value, **_mark(outcome, colour))
-    outcomes = dict.fromkeys(outcome for row in rows for outcome in row["outcomes"])
+    outcomes = dict.fromkeys(outcome for row in rows for outcome in _outcomes(row))
     for outcome in outcomes:
         axes.plot([], [], **_mark(outcome, GREY), label=outcome)
     ticks = {place: f"{place:g}" for place in places.values()}
@@ -244,6 +244,12 @@ def _plot_radius(axes: Axes, result: dict[str, Any]) -> None:
     dress(axes, "radius of training and attack (eps x 255)", "PGD-7 accuracy on the test images (%)")
     axes.set_ylim(bottom=-axes.get_ylim()[1] / 50)  # so that a point at zero is not cut
     legend_below(axes, columns=len(names) + len(outcomes))
+
+
+def _outcomes(row: dict[str, Any]) -> list[str]:
+    """Of each seed; robust ones that had collapsed before are named apart."""
+    pairs = zip(row["outcomes"], row["recovered"], strict=True)
+    return ["recovered from a collapse" if outcome == "robust" and spells else outcome for outcome, spells in pairs]
 
 
 def _mark(outcome: str, colour: str) -> dict[str, Any]:

@@ -30,6 +30,8 @@ def recipe_within(
         raise UserError("--budget decides on the number of epochs; leave --epochs out")
     if prefer and method != BEST:
         raise UserError(f"--prefer {prefer} is for moat train best")
+    if method == BEST and given.get("monitor") != "test":
+        given.setdefault("on_collapse", "heal")  # what was robust where it was measured may collapse elsewhere
     first = draft_recipe(method, images=images, **given)
     sizes = images or find_sizes(first.data, first.image_size)
     second = measured_seconds(first, machine or Machine(), sizes) if limit.kind == "seconds" else 0.0
