@@ -16,7 +16,7 @@ from moatlab.training.making import make_recipe
 
 STAGES = (
     *("moat:2", "imoat:1,2,3", "standard | cutmix | nfgsm", "fgsm | kim | gradalign:0.5"),
-    *("trades:1 | mart:1 | elle", "liet | zerograd | gat", "free:3", "yopo:2,n=1"),
+    *("trades:1 | mart:1 | elle", "liet | zerograd | gat", "free:3", "yopo:2,n=1", "auto:2,trust=1"),
 )
 
 

@@ -99,7 +99,8 @@ class RunBar(console.Bar):
     def work(self, images_watched: float = 0) -> float:
         """The part of the plan that is done, without healing, which is not planned."""
         progress, session = self.progress, self.session
-        passes = (progress.cost.passes - progress.healing_cost.passes) / session.epoch_images
+        cost = progress.cost + progress.spare + progress.healing_cost * -1
+        passes = cost.passes / session.epoch_images
         checks = sum(line["pgd7"] is not None for line in progress.history) * (2 if session.average else 1)
         return passes + (checks * len(session.watched_y) + images_watched) * self.per_image
 
