@@ -22,29 +22,25 @@ def state():
     return dict(os.environ), list(sys.path), logging.getLogger("ray").level, signal.getsignal(signal.SIGTERM)
 
 
+def compared(moat, data, *options):
+    """The rows of a comparison, without times and places."""
+    ended = moat("compare", "fgsm", "moat:2", "imoat:1,2,3", "--data", data, *OPTIONS, "--json", *options)
+    assert ended.code == 0, ended.err
+    return [{**row, "train_seconds": 0, "run": ""} for row in json.loads(ended.out)["rows"]]
+
+
 def test_a_comparison_on_ray_gives_the_same_numbers_as_without_and_leaves_the_process_as_it_was(moat, alone):
     ray = pytest.importorskip("ray")
     data = tiny_images(alone / "data")
-    methods = ("compare", "fgsm", "moat:2", "imoat:1,2,3", "--data", data, *OPTIONS)
-    here = moat(*methods, "--out", "here", "--json")
-    before = state()
-    there = moat(*methods, "--out", "there", "--on", "ray", "--json")
+    here, before = compared(moat, data, "--out", "here"), state()
+    assert compared(moat, data, "--out", "there", "--on", "ray") == here
     assert state() == before
     assert not ray.is_initialized()
-    assert (here.code, there.code) == (0, 0), there.err
-    rows = [json.loads(ending.out)["rows"] for ending in (here, there)]
-    for one, other in zip(*rows, strict=True):
-        assert {**one, "train_seconds": 0, "run": ""} == {**other, "train_seconds": 0, "run": ""}
 
 
 def test_runs_two_at_a_time_give_the_same_numbers_as_one_after_another(moat, alone):
     data = tiny_images(alone / "data")
-    methods = ("compare", "fgsm", "moat:2", "imoat:1,2,3", "--data", data, *OPTIONS, "--json")
-    here, there = moat(*methods, "--out", "here"), moat(*methods, "--out", "there", "--on", 2)
-    assert (here.code, there.code) == (0, 0), there.err
-    rows = [json.loads(ending.out)["rows"] for ending in (here, there)]
-    for one, other in zip(*rows, strict=True):
-        assert {**one, "train_seconds": 0, "run": ""} == {**other, "train_seconds": 0, "run": ""}
+    assert compared(moat, data, "--out", "there", "--on", 2) == compared(moat, data, "--out", "here")
 
 
 def test_processes_stop_and_save_their_runs_when_the_one_that_started_them_is_killed(moat_process, alone):
