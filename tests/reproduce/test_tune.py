@@ -10,9 +10,9 @@ import torch
 from moatlab.attacks import strong_pgd
 from moatlab.attacks.norms import Threat
 from moatlab.report.fronts import front_of, last_runs
+from moatlab.reproduce.held_out import right_under_both
 from moatlab.reproduce.space import read_space
 from moatlab.reproduce.trials import Measured, Trials, Unit
-from moatlab.reproduce.tuning import right_under_both
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.files import read_json
 
@@ -124,6 +124,56 @@ def test_a_failing_trial_is_recorded_and_does_not_end_the_search(moat, alone, ti
     assert "out has a search with another seed" in ended.err
 
 
+def test_a_mistake_that_would_fail_every_trial_is_found_before_the_first(moat, search, alone):
+    for options, sentence in (
+        (("--device", "cuda:7"), "this machine or build of PyTorch has no such device"),
+        (("--batch-size", 500), "--batch-size 500 is larger than the 60 images to train on"),
+        (("--holdout", 0), "moat tune compares trials on held-out images"),
+        (("--eps-warmup", 3), "give it as a share of the run"),
+        (("--budget", "soon"), "--budget soon: must be a time"),
+        (("--on", 0), "--on 0: must be from 1 to 1024"),
+    ):
+        ended = moat(*search, *options, "--out", "out")
+        assert ended.code == 2, ended.err
+        assert sentence in ended.err
+        assert not (alone / "out" / "trials" / "000").exists()
+
+
+def test_a_recipe_file_is_where_a_search_starts_from_and_never_watches_test_images(moat, alone, tiny):
+    short = ("--data", tiny, "--width", 8, "--batch-size", 20, "--holdout", 0, "--monitor", "test", "--threads", 1)
+    assert moat("train", "fgsm", *short, "--epochs", 1, "--momentum", 0.5, "--out", "run").code == 0
+    (alone / "one.toml").write_text('method = ["fgsm"]\n')
+    options = (
+        "--recipe",
+        "run/recipe.toml",
+        "--holdout",
+        20,
+        "--trials",
+        1,
+        "--rungs",
+        1,
+        "--seeds",
+        1,
+        "--threads",
+        1,
+    )
+    ended = moat("tune", "--space", "one.toml", "--budget", "2passes", *options, "--out", "out")
+    assert ended.code == 0, ended.err
+    winner = (alone / "out" / "recipe.toml").read_text()
+    assert "momentum = 0.5" in winner
+    assert 'monitor = "holdout"' in winner
+
+
+def test_whole_numbers_are_drawn_between_whole_bounds(tmp_path):
+    (tmp_path / "space.toml").write_text('method = ["pgd:{K}"]\nK = { low = 2, high = 4 }\n')
+    trials = Trials(tmp_path / "out", read_space(tmp_path / "space.toml"), 4, 1, 1, 0)
+    (tmp_path / "out" / "trials").mkdir(parents=True)
+    for number in range(4):
+        (tmp_path / "out" / "trials" / f"{number:03}").mkdir()
+    methods = {trials.read_fields(number)["method"] for number in range(4)}
+    assert methods <= {"pgd:2", "pgd:3", "pgd:4"}
+
+
 def test_if_every_trial_fails_the_first_reason_is_named(moat, alone, tiny):
     (alone / "space.toml").write_text('method = ["pgd:7"]\n')
     ended = moat("tune", "--data", tiny, "--space", "space.toml", *FEW, "--trials", 2, "--out", "out")
@@ -195,7 +245,7 @@ def test_robust_images_are_those_right_under_both_attacks():
         worst = torch.where(differences > 0, differences * high, differences * low).sum(1) + bias - bias[label]
         worst[label] = -torch.inf
         margins.append(worst.max())
-    certain = (torch.stack(margins) < 0).float().mean().item()
+    certain = (torch.stack(margins) < 0).double().mean().item()
     assert certain <= robust <= certain + 0.01
     alone = strong_pgd(model, x, y, eps=threat.eps, step_size=threat.eps / 4, steps=10)
     assert robust <= (model(alone).argmax(1) == y).float().mean().item() + 0.01

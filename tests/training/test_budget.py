@@ -4,14 +4,18 @@ import json
 import tomllib
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from make_front import FRONT, as_text, make_front
 
 import moatlab
 from moatlab.data.sizes import find_sizes
+from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import UserError
+from moatlab.training.best import recipe_within
 from moatlab.training.budget import Budget, price, within
+from moatlab.training.estimate import measured_seconds
 from moatlab.training.front import Point, best_point, load_fronts
 from moatlab.training.making import draft_recipe, make_recipe
 
@@ -106,6 +110,35 @@ def test_best_for_other_images_says_that_they_were_not_measured_and_resumes(moat
     ended = moat("train", "best", "--budget", "999passes", *options, "--resume", "--json")
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["counted"]["passes"] <= 8
+
+
+def test_a_budget_run_is_resumed_with_its_own_epochs_whatever_the_preset_says(moat, alone):
+    options = ("--preset", "mini", "--width", 8, "--batch-size", 500, "--threads", 1, "--out", "run", "--budget")
+    assert moat("train", "fgsm", *options, "4passes", "--max-steps", 3).code == 0
+    ended = moat("train", "fgsm", *options, "4passes", "--resume", "--max-steps", 4)
+    assert ended.code == 0, ended.err
+    assert "epochs = 2" in (alone / "run" / "recipe.toml").read_text()
+
+
+def test_a_model_in_memory_is_timed_as_it_is_and_left_unchanged(tiny):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 2))
+    before = [parameter.clone() for parameter in model.parameters()]
+    images = find_sizes(str(tiny))
+    recipe = draft_recipe("fgsm", data=str(tiny), model="torch.nn:Sequential", batch_size=16)
+    assert measured_seconds(recipe, Machine(threads=1), images, model) > 0
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_what_excludes_a_measured_method_does_not_stop_best():
+    """Checks within an epoch are for methods of one stage; moat:2 is a cycle."""
+    recipe = recipe_within("60passes", "best", prefer="clean", check_every=50)
+    assert len(recipe.parsed_method.slots) == 1
+
+
+def test_python_needs_a_budget_for_best_too(tiny, tmp_path):
+    for options in ({"method": "best"}, {"prefer": "clean"}):
+        with pytest.raises(UserError, match='method="best" needs a budget'):
+            moatlab.train("preact_resnet18", tiny, out=tmp_path, **options)
 
 
 def test_a_time_is_measured_and_kept(tiny, tmp_path):

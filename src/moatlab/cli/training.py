@@ -76,7 +76,8 @@ def train_command(
 
     machine = Machine(device, threads)
     if resume and RunFolder(out).is_begun:
-        recipe = resumed_recipe(RunFolder(out), **options | ({"method": None} if best else {}))
+        known = options | ({"method": None} if best else {})
+        recipe = resumed_recipe(RunFolder(out), budget=budget is not None, **known)
     else:
         if budget:
             from moatlab.training.best import recipe_within

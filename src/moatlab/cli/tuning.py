@@ -8,7 +8,7 @@ import click
 
 from moatlab.cli import options as shared
 from moatlab.training.making import draft_recipe
-from moatlab.training.recipe import slug
+from moatlab.training.recipe import Recipe, slug
 
 
 def show_space(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
@@ -51,10 +51,13 @@ def tune_command(
     from moatlab.reproduce.tuning import tune
     from moatlab.runtime.device import Machine
 
-    draft = draft_recipe("standard", **{name: options[name] for name in ("data", "preset", "model", "holdout")})
+    options["file"] = file
+    of_recipe = (*Recipe.model_fields, "preset", "file", "trust_model_code")
+    draft = draft_recipe("standard", **{name: value for name, value in options.items() if name in of_recipe})
+    shared.let_be_deterministic(draft)
     out = out or Path("runs") / f"tune_{slug(Path(draft.data).name)}_{slug(budget)}"
     shared.explain_preset(draft.data, options["preset"], file)
-    result = tune(budget, out, machine=Machine(device, threads), file=file, **options)
+    result = tune(budget, out, machine=Machine(device, threads), **options)
     if as_json:
         shared.print_file(out / "tune.json")
         return

@@ -1,5 +1,6 @@
 """What `moat tune` searches: choices and ranges, read from a TOML file."""
 
+import math
 import re
 import tomllib
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from moatlab.runtime.errors import UserError, did_you_mean
 from moatlab.training.recipe import Recipe
 
 DEFAULT = Path(__file__).parent / "space.toml"
-DECIDED = ("epochs", "seed", "data", "holdout", "eps", "norm")  # by the budget, the search or the user
+DECIDED = ("epochs", "seed", "data", "holdout", "monitor", "eps", "norm")  # by the budget, the search or the user
 SHARES = ("warmup", "eps_warmup")  # of the epochs
 PLACEHOLDER = re.compile(r"{(\w+)}")
 
@@ -22,8 +23,8 @@ PLACEHOLDER = re.compile(r"{(\w+)}")
 class Range(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    low: float
-    high: float
+    low: int | float  # whole numbers are drawn between whole bounds
+    high: int | float
     log: bool = False
 
 
@@ -82,7 +83,7 @@ def _choice(path: Path, name: str, value: Any) -> Choice:
         found = Range(**value)
     except (TypeError, ValidationError):
         raise UserError(f"--space {path}: {name} must be a list or {{ low = ..., high = ... }}") from None
-    if not found.low <= found.high or (found.log and found.low <= 0):
+    if not found.low <= found.high < math.inf or (found.log and found.low <= 0):
         raise UserError(f"--space {path}: {name} needs low <= high, and low > 0 with log = true")
     return found
 

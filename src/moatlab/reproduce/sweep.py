@@ -121,10 +121,10 @@ def _announce(
     console.note(f"{name}: {sweep.experiment.title}\npreset {preset}: {sweep.setting}")
     console.note(f"{console.counted(len(missing), 'run')} to do{done}, {passes} over the training set")
     left = f"the time on {on} is not estimated"
-    if on is None or ":" not in on:
+    if on is None or on.isdecimal() or on == "ray":
         console.note("timing a few steps ...")
         seconds, has_gpu = seconds_per_pass(missing[0].recipe, machine, images)
-        seconds *= sum(map(sweep.work, missing))
+        seconds *= sum(map(sweep.work, missing)) / (int(on) if on and on.isdecimal() else 1)
         left = f"about {console.duration(seconds)} on this machine, evaluation included"
         if not has_gpu and not yes and (sweep.at_full_size or seconds > LONG):
             small = "mini" if sweep.experiment.data == "cifar10" else "laptop"

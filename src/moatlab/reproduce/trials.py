@@ -21,12 +21,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from moatlab.reproduce.space import Choice, Range, Space
-from moatlab.runtime.errors import UserError
-from moatlab.runtime.files import locked, make_folder, read_json, write_json
+from moatlab.runtime.errors import UserError, users_code
+from moatlab.runtime.files import is_locked, locked, make_folder, read_json, write_json
 from moatlab.runtime.randomness import key
 
 KEPT = 0.4  # of the trials of a rung enter the next one
-STUDY = "moat tune"
 
 
 class Measured(BaseModel):
@@ -62,6 +61,7 @@ class Trials:
     rungs: int
     seeds: int  # at the last rung
     seed: int
+    study: str = "moat tune"  # its name in the storage
     storage: str | None = None  # None: a journal in the folder
     fields: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each trial drawn so far
 
@@ -113,7 +113,7 @@ class Trials:
         """The next unit to train, locked for this process; True if others still train what must come first, False if
         nothing is left."""
         with ExitStack() as inside:
-            with self._alone():
+            with self.alone():
                 self._tell()
                 claim = self._claim(inside)
             yield claim
@@ -141,9 +141,10 @@ class Trials:
         return self.fields[trial]
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self, what: str = "trials") -> Iterator[None]:
+        """Wait until no other process holds this lock."""
         with ExitStack() as inside:
-            while not _entered(inside, self.out / "trials"):
+            while not _entered(inside, self.out / what):
                 time.sleep(0.05)
             yield
 
@@ -158,7 +159,9 @@ class Trials:
 
             def suggest(name: str, choice: Choice) -> Any:
                 if isinstance(choice, Range):
-                    return asked.suggest_float(name, choice.low, choice.high, log=choice.log)
+                    whole = isinstance(choice.low, int) and isinstance(choice.high, int)
+                    suggested = asked.suggest_int if whole else asked.suggest_float
+                    return suggested(name, choice.low, choice.high, log=choice.log)
                 return asked.suggest_categorical(name, choice)
 
             fields = self.space.draw(suggest)
@@ -199,13 +202,15 @@ class Trials:
                 sampler = optuna.samplers.TPESampler(
                     seed=key(self.seed, "trial", trial) % 2**32, n_startup_trials=max(self.count // 3, 5)
                 )
-                yield optuna.create_study(
-                    storage=self._storage(),
-                    sampler=sampler,
-                    study_name=STUDY,
-                    direction="maximize",
-                    load_if_exists=True,
-                )
+                with users_code(f"--storage {self.storage} can't be used"):
+                    study = optuna.create_study(
+                        storage=self._storage(),
+                        sampler=sampler,
+                        study_name=self.study,
+                        direction="maximize",
+                        load_if_exists=True,
+                    )
+                yield study
             finally:
                 optuna.logging.set_verbosity(level)
 
@@ -221,7 +226,7 @@ class Trials:
 
     def importances(self) -> dict[str, float]:
         """How much of the first rung's values each choice explains; empty if there are too few trials."""
-        with self._alone(), self._study(0) as study:
+        with self.alone(), self._study(0) as study:
             import optuna
 
             done = [trial for trial in study.get_trials(deepcopy=False) if trial.value is not None]
@@ -236,5 +241,7 @@ def _entered(inside: ExitStack, folder: Path) -> bool:
     try:
         inside.enter_context(locked(folder))
     except UserError:
+        if not is_locked(folder):
+            raise  # a link, for example
         return False
     return True

@@ -5,43 +5,34 @@ time with a schedule of that length. They are compared on held-out images, never
 """
 
 import time
+import uuid
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from moatlab.attacks import Probe, cw, strong_pgd
-from moatlab.attacks.losses import is_wrong
-from moatlab.attacks.norms import Threat
-from moatlab.attacks.probe import evaluating
-from moatlab.data.images import as_floats
 from moatlab.data.loading import load_images
 from moatlab.data.sizes import Sizes, find_sizes
 from moatlab.evaluation.target import load_target
 from moatlab.report.fronts import front_of, plot_front
 from moatlab.report.page import publish
+from moatlab.reproduce.held_out import right_under_both
 from moatlab.reproduce.pool import each, machine_for
 from moatlab.reproduce.space import SHARES, Space, read_space
 from moatlab.reproduce.trials import Measured, Trials, Unit
 from moatlab.reproduce.tuning_page import for_page
 from moatlab.runtime import console
-from moatlab.runtime.device import Machine, device_of, full_precision
+from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import NotWritten, RunFailed, UserError
 from moatlab.runtime.files import atomic, make_folder, read_json, write_json
-from moatlab.runtime.randomness import generator
 from moatlab.training.api import train_recipe
 from moatlab.training.budget import Budget, cycle_of, price, within
 from moatlab.training.estimate import measured_seconds
 from moatlab.training.making import draft_recipe
-from moatlab.training.recipe import Recipe, validated
+from moatlab.training.recipe import Recipe, option_name, validated
 from moatlab.training.run_folder import RunFolder
-from moatlab.training.setup import split
+from moatlab.training.setup import Session, split
 
-STEPS, STEP = 10, 1 / 4  # of both attacks, in units of eps
-BATCH = 250
 HELD_OUT, LARGE = 2000, 20_000  # images held out of a training set of at least so many
 WAIT_SECONDS = 1.0
 
@@ -113,17 +104,27 @@ def tune(
     """
     limit, machine, seed = Budget.parse(budget), machine_for(machine or Machine(), on), seed or 0
     given = {name: value for name, value in options.items() if value is not None}
+    if late := next((name for name in SHARES if name in given), None):
+        share = f"give it as a share of the run, {late} = [...] in --space"
+        raise UserError(f"{option_name(late)}: runs have different lengths; {share}")
+    if "file" in given:
+        given["file"] = str(given["file"])
     searched = _without(read_space(space), given)
-    make_folder(out)
     first = draft_recipe("standard", **given)
     sizes = find_sizes(first.data, first.image_size)
-    given.setdefault("holdout", HELD_OUT if sizes.train >= LARGE else first.holdout)
+    if "holdout" not in given:
+        given["holdout"] = HELD_OUT if sizes.train >= LARGE and "file" not in given else first.holdout
     if not given["holdout"]:
         raise UserError("moat tune compares trials on held-out images; use --holdout 1000")
-    settings = {"budget": budget, "trials": trials, "rungs": rungs, "seeds": seeds, "seed": seed}
+    given["monitor"] = "holdout"
+    first = _checked(draft_recipe("standard", **given), limit, machine, data_dir, sizes)
+    settings = {"budget": budget, "trials": trials, "rungs": rungs, "seeds": seeds, "seed": seed, "storage": storage}
     settings |= {"clean_floor": clean_floor, "clean_weight": clean_weight, "space": searched.text, "options": given}
-    second = _agree(out, settings, first, machine, sizes, limit)
-    asked = Trials(out.absolute(), searched, trials, rungs, seeds, seed, storage)
+    make_folder(out)
+    asked = Trials(out.absolute(), searched, trials, rungs, seeds, seed, storage=storage)
+    with asked.alone():
+        second, study = _agree(out, settings, first, machine, sizes, limit)
+    asked = replace(asked, study=study)
     search = Search(asked, limit, given, clean_floor, clean_weight, machine, data_dir, second, console.is_heard())
     held_out = console.counted(given["holdout"], "held-out image")
     console.note(f"{trials} trials, {limit} for a run at the last of {rungs} rungs, compared on {held_out}")
@@ -131,7 +132,17 @@ def tune(
     for _, ended in each(partial(work, search), [()] * jobs, on, machine):
         if isinstance(ended, Exception):
             raise ended
-    return conclude(search, settings)
+    with asked.alone("conclusion"):
+        return conclude(search, settings)
+
+
+def _checked(recipe: Recipe, budget: Budget, machine: Machine, data_dir: Path | None, sizes: Sizes) -> Recipe:
+    """Find mistakes that would make every trial fail (data, model, device, budget) before the first one."""
+    price(recipe, sizes, budget.kind)
+    with machine.in_use() as device:
+        images = load_images(recipe.data, data_dir, image_size=recipe.image_size)
+        Session(recipe, device, images).batches.close()
+    return recipe
 
 
 def _without(space: Space, given: dict[str, Any]) -> Space:
@@ -141,19 +152,20 @@ def _without(space: Space, given: dict[str, Any]) -> Space:
 
 def _agree(
     out: Path, settings: dict[str, Any], recipe: Recipe, machine: Machine, sizes: Sizes, budget: Budget
-) -> float:
+) -> tuple[float, str]:
     """Write the settings of a new search, or compare them with those of the one in the folder. Return the seconds per
-    forward of an image, which are measured once."""
+    forward of an image, which are measured once, and the name of Optuna's study."""
     path = out / "search.json"
     if path.exists():
         before = read_json(path)
         for name, value in settings.items():
             if before[name] != value:
                 raise UserError(f"{out} has a search with another {name.replace('_', ' ')}; use another --out folder")
-        return float(before["seconds_per_forward"])
+        return float(before["seconds_per_forward"]), before["study"]
     second = measured_seconds(recipe, machine, sizes) if budget.kind == "seconds" else 0.0
-    write_json(path, settings | {"seconds_per_forward": second})
-    return second
+    study = f"moat tune {uuid.uuid4().hex}"
+    write_json(path, settings | {"seconds_per_forward": second, "study": study})
+    return second, study
 
 
 def work(search: Search) -> int:
@@ -207,29 +219,6 @@ def measure_trial(search: Search, recipe: Recipe, folder: Path) -> Measured:
         seconds=record.train_seconds,
         outcome=record.outcome,
     )
-
-
-def right_under_both(model: nn.Module, x: Tensor, y: Tensor, threat: Threat) -> tuple[float, float]:
-    """Clean accuracy, and the share of images that are right under PGD-10 on the cross-entropy and on the margin: label
-    smoothing, for example, hides an image from the first only."""
-    clean = robust = 0
-    probe = Probe(model, batch_size=BATCH, memory_format=torch.channels_last)
-    with evaluating(model), full_precision():
-        for number, begin in enumerate(range(0, len(y), BATCH)):
-            images, labels = as_floats(x[begin : begin + BATCH]).to(device_of(model, x)), y[begin : begin + BATCH]
-            right = ~is_wrong(probe.logits(images), labels)
-            clean += int(right.sum())
-            draws = generator(0, "tune", number, device=images.device)
-            start = images + threat.noise(images, draws)
-            for attack in (strong_pgd, cw):
-                images, labels, start = images[right], labels[right], start[right]
-                if not len(labels):
-                    break
-                how: dict[str, Any] = {"eps": threat.eps, "norm": threat.norm, "steps": STEPS, "start": start}
-                found = attack(probe, images, labels, step_size=STEP * threat.eps, **how)
-                right = ~is_wrong(probe.logits(found), labels)
-            robust += int(right.sum()) if len(labels) else 0
-    return clean / len(y), robust / len(y)
 
 
 def _report(search: Search, unit: Unit, measured: Measured) -> None:

@@ -85,7 +85,7 @@ def train(
     if isinstance(model, Recipe):
         if data is None:
             raise UserError("train(recipe, folder) needs a folder for the run")
-        if out is not None or method is not None or options:
+        if out is not None or method is not None or budget is not None or prefer is not None or options:
             raise UserError("train(recipe, folder) takes no out, method or options; they are in the recipe")
         recipe, folder = model, Path(data)
     else:
@@ -98,23 +98,30 @@ def train(
         name = f"{type(model).__module__}:{type(model).__qualname__}" if own is not None else model
         options |= {"model": name, "data": images.name if images else str(data)}
         sizes, machine = images.sizes if images else None, Machine(device, threads)
-        begun = resume and out is not None and RunFolder(out).is_begun
-        if budget and not begun:
-            with console.verbosity(verbose):
-                limits: dict[str, Any] = {"prefer": prefer, "machine": machine}
-                recipe = recipe_within(budget, method or "moat:2", images=sizes, **limits, **options)
+        if budget is None and (method == BEST or prefer):
+            raise UserError('method="best" needs a budget, such as budget="30min", "60passes" or "2PFLOP"')
+        known = options | ({} if data_given else {"data": None})
+        how: dict[str, Any] = {"budget": budget is not None, **known}
+        asked = None if method == BEST else method
+        if resume and out is not None and RunFolder(out).is_begun:
+            folder = Path(out)
+            recipe = resumed_recipe(RunFolder(folder), asked, **how)
         else:
-            recipe = make_recipe("moat:2" if begun else method or "moat:2", images=sizes, **options)
-        folder = Path(out) if out else _free_folder(recipe, options.get("preset"), resume)
-        if resume and RunFolder(folder).is_begun:
-            method = None if method == BEST else method
-            recipe = resumed_recipe(RunFolder(folder), method, **options | ({} if data_given else {"data": None}))
+            if budget:
+                limits: dict[str, Any] = {"prefer": prefer, "machine": machine, "own": own}
+                with console.verbosity(verbose):
+                    recipe = recipe_within(budget, method or "moat:2", images=sizes, **limits, **options)
+            else:
+                recipe = make_recipe(method or "moat:2", images=sizes, **options)
+            folder = Path(out) if out else _free_folder(recipe, options.get("preset"), resume)
+            if resume and RunFolder(folder).is_begun:
+                recipe = resumed_recipe(RunFolder(folder), asked, **how)
     with console.verbosity(verbose), giving_logits(own) if own is not None else nullcontext():
         console.note(f"the run is in {folder}")
         where: dict[str, Any] = {"data_dir": data_dir, "stream": stream, "images": images, "model": own}
-        how: dict[str, Any] = {"resume": resume, "max_steps": max_steps, "checkpoint_every": checkpoint_every}
+        run: dict[str, Any] = {"resume": resume, "max_steps": max_steps, "checkpoint_every": checkpoint_every}
         try:
-            record = train_recipe(recipe, folder, machine=Machine(device, threads), **where, **how)
+            record = train_recipe(recipe, folder, machine=Machine(device, threads), **where, **run)
         except Interrupted as error:
             again = f'to continue, call moatlab.train again with out="{folder}", resume=True'
             raise Interrupted(f"{error}; {again}", error.signal_number) from None

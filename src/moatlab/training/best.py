@@ -1,6 +1,9 @@
 """The recipe for a budget: of a given method, or of the best one that was measured (`moat train best`)."""
 
+from contextlib import suppress
 from typing import Any
+
+from torch import nn
 
 from moatlab.data.sizes import Sizes, find_sizes
 from moatlab.runtime import console
@@ -20,10 +23,12 @@ def recipe_within(
     prefer: Prefer | None = None,
     machine: Machine | None = None,
     images: Sizes | None = None,
+    own: nn.Module | None = None,
     **options: Any,
 ) -> Recipe:
     """The recipe with the most epochs that the budget allows. `method="best"`: that of the most robust run measured
-    within such a budget, or with `prefer="clean"` of one with higher clean accuracy. Prints what it chose and why."""
+    within such a budget, or with `prefer="clean"` of one with higher clean accuracy. Prints what it chose and why.
+    `own`: the user's model, of which a copy is timed."""
     limit = Budget.parse(budget)
     given = {name: value for name, value in options.items() if value is not None}
     if "epochs" in given:
@@ -34,7 +39,7 @@ def recipe_within(
         given.setdefault("on_collapse", "heal")  # what was robust where it was measured may collapse elsewhere
     first = draft_recipe(method, images=images, **given)
     sizes = images or find_sizes(first.data, first.image_size)
-    second = measured_seconds(first, machine or Machine(), sizes) if limit.kind == "seconds" else 0.0
+    second = measured_seconds(first, machine or Machine(), sizes, own) if limit.kind == "seconds" else 0.0
 
     def price_of(recipe: Recipe) -> float:
         return price(recipe, sizes, limit.kind, second)
@@ -42,8 +47,15 @@ def recipe_within(
     chosen = None
     if method == BEST:
         front = front_for(first.data)
-        runs = [make_recipe(one.method, images=images, **_options(one, given)) for one in front.points]
-        chosen = best_point(front.points, [price_of(run) for run in runs], limit.amount, prefer or "robust")
+        costs = {}
+        for point in front.points:
+            with suppress(UserError):  # a method that the user's options exclude
+                fields = point.options | given | {"epochs": point.epochs}
+                costs[point.method] = price_of(make_recipe(point.method, images=images, **fields))
+        points = [point for point in front.points if point.method in costs]
+        if not points:
+            raise UserError("no method that was measured fits these options; name a method instead of best")
+        chosen = best_point(points, [costs[point.method] for point in points], limit.amount, prefer or "robust")
         first = draft_recipe(chosen.method, images=images, **chosen.options | given)
     recipe = validated(within(limit, first, price_of).model_dump())
     epochs, passes = console.counted(recipe.epochs, "epoch"), f"{price(recipe, sizes, 'passes'):.4g} passes"
@@ -52,11 +64,6 @@ def recipe_within(
     if chosen:
         _explain(chosen, front, recipe)
     return recipe
-
-
-def _options(point: Point, given: dict[str, Any]) -> dict[str, Any]:
-    """Of the run that was measured, for the user's data and model."""
-    return point.options | given | {"epochs": point.epochs}
 
 
 def _explain(point: Point, front: Front, recipe: Recipe) -> None:

@@ -54,8 +54,7 @@ def written(kind: Kind, amount: float) -> str:
 def forwards_of(recipe: Recipe, images: Sizes) -> float:
     """The work of a whole run, measurements included, in forwards of one image. Time is nearly proportional to it: an
     input backward takes as long as a forward, a weight backward twice as long."""
-    trained = images.train - recipe.holdout
-    steps = trained // recipe.batch_size
+    trained, steps = images.train - recipe.holdout, _steps(recipe, images)
     watched = {"holdout": recipe.holdout, "train": min(TRAIN_SAMPLE, trained), "test": images.test}[recipe.monitor]
     watched = min(watched, recipe.monitor_images or watched) * -(-recipe.epochs // recipe.monitor_every)
     models = 1 if recipe.average == "none" else 2
@@ -73,8 +72,16 @@ def price(recipe: Recipe, images: Sizes, kind: Kind, seconds_per_forward: float 
         if flops is None:
             raise UserError("a budget in FLOPs needs a built-in model; give it as a time or in passes")
         return flops
-    steps = (images.train - recipe.holdout) // recipe.batch_size
+    steps = _steps(recipe, images)
     return recipe.planned_work(steps, recipe.batch_size, images.classes).passes / (steps * recipe.batch_size)
+
+
+def _steps(recipe: Recipe, images: Sizes) -> int:
+    """Of an epoch."""
+    trained = images.train - recipe.holdout
+    if trained < recipe.batch_size:
+        raise UserError(f"--batch-size {recipe.batch_size} is larger than the {trained} images to train on")
+    return trained // recipe.batch_size
 
 
 def cycle_of(recipe: Recipe) -> int:

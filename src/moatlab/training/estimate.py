@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from moatlab.data.images import Images
 from moatlab.data.sizes import Sizes
+from moatlab.runtime import distributed
 from moatlab.runtime.console import note
 from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import UserError
@@ -36,20 +38,25 @@ def estimate_run(recipe: Recipe, machine: Machine, images: Sizes) -> Estimate:
     return Estimate(None if second is None else second * forwards_of(recipe, images), needed, free)
 
 
-def measured_seconds(recipe: Recipe, machine: Machine, images: Sizes) -> float:
+def measured_seconds(recipe: Recipe, machine: Machine, images: Sizes, model: nn.Module | None = None) -> float:
     """Per forward of one image. Prints that it measures."""
+    if distributed.launched() > 1:
+        raise UserError("a budget of time is for one process; under torchrun, give it in passes or FLOPs")
     note("timing a few steps ...")
-    second, needed, free = measure_step(recipe, machine, images)
+    second, needed, free = measure_step(recipe, machine, images, model)
     if second is None:
         raise UserError(f"a step needs {needed / 1e9:.1f} GB and {(free or 0) / 1e9:.1f} GB are free; use --batch-size")
     return second
 
 
-def measure_step(recipe: Recipe, machine: Machine, images: Sizes) -> tuple[float | None, int, int | None]:
+def measure_step(
+    recipe: Recipe, machine: Machine, images: Sizes, model: nn.Module | None = None
+) -> tuple[float | None, int, int | None]:
     """Seconds per forward of one image (None if a step does not fit into memory), from the median of some steps of
-    fgsm; the bytes of a step, and those that are free."""
+    fgsm; the bytes of a step, and those that are free. `model`: the user's own, of which a copy is timed."""
     short = {"method": "fgsm", "then": "pgd:2", "holdout": 0, "monitor": "train", "on_collapse": "warn", "init": None}
-    with rehearsal(recipe.model_copy(update=short), machine, random_images(recipe, images)) as trainer:
+    short |= {"awp": 0.0}
+    with rehearsal(recipe.model_copy(update=short), machine, random_images(recipe, images), model) as trainer:
         image, fixed = step_bytes(trainer.session)
         needed, free = recipe.batch_size * image + fixed, free_bytes(trainer.session.device)
         if free is not None and needed > free:

@@ -1,5 +1,6 @@
 """The training loop, from top to bottom: steps, and after each epoch a measurement on the watched images."""
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -273,13 +274,13 @@ class Trainer:
 
 
 @contextmanager
-def rehearsal(recipe: Recipe, machine: Machine, images: Images) -> Iterator[Trainer]:
-    """A trainer in a temporary folder, ready to take real steps, for timing them."""
+def rehearsal(recipe: Recipe, machine: Machine, images: Images, model: nn.Module | None = None) -> Iterator[Trainer]:
+    """A trainer in a temporary folder, ready to take real steps of the model or a copy of `model`, for timing them."""
     with ExitStack() as inside:
         device = inside.enter_context(machine.in_use())
         folder = RunFolder(inside.enter_context(TemporaryDirectory()))
         with console.verbosity(False):
-            trainer = Trainer(Session(recipe, device, images), folder)
+            trainer = Trainer(Session(recipe, device, images, copy.deepcopy(model)), folder)
         inside.callback(trainer.session.batches.close)
         inside.enter_context(trainer.session.arithmetic())
         inside.enter_context(trainer.counting())

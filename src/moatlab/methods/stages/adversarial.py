@@ -94,8 +94,9 @@ def auto(context: Context, x: Tensor, y: Tensor, budget: int, *, trust: float) -
     leaf = context.climb(leaf, x, y, steps=steps - 1, step_size=size).detach().requires_grad_()
 
     def agree(gradient: Tensor) -> None:
-        now = context.mean_count(1 - misalignment(first, gradient.nan_to_num(0, 0, 0)))
-        memory["auto agreement"] = agreement.lerp(now.to(agreement), 1 - REMEMBERED)
+        now = (1 - misalignment(first, gradient.nan_to_num(0, 0, 0))).to(agreement)
+        now = context.mean_count(torch.where(gradient.isfinite().all(), now, agreement))  # fp16 may overflow
+        memory["auto agreement"] = agreement.lerp(now, 1 - REMEMBERED)
 
     context.after_backward(leaf, agree)
     return context.cross_entropy(context.forward(leaf), y)
