@@ -132,6 +132,7 @@ def plot_result(path: Path, result: dict[str, Any]) -> None:
     if is_table:
         _plot_cost(panels[0], result)
         _plot_clean(panels[1], result)
+        panels[1].set_ylim(panels[0].get_ylim())
         legend_below(panels[0])
     else:
         kinds[result["kind"]](panels[0], result)
@@ -171,7 +172,6 @@ def _plot_clean(axes: Axes, result: dict[str, Any]) -> None:
         clean, robust = (100 * row["columns"][name]["mean"] for name in ("clean", "aa"))
         axes.errorbar(clean, robust, **_point(number))
     dress(axes, "clean accuracy (%)", "accuracy under AutoAttack (%)")
-    axes.set_ylim(bottom=-axes.get_ylim()[1] / 50)
 
 
 def _point(number: int) -> dict[str, Any]:
