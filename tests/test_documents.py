@@ -18,6 +18,7 @@ from render_examples import NAMES, cells
 
 import moatlab
 from images_for_tests import tiny_images
+from moatlab.reproduce.space import read_space
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -197,7 +198,13 @@ def test_every_file_that_the_architecture_names_exists():
 def test_every_block_says_what_it_is():
     for document in DOCUMENTS:
         for tag, block in blocks(document):
-            assert tag in {"sh", "python", 'python title="mynet.py"', "text", "math"}, (document.name, block)
+            assert tag in {"sh", "python", 'python title="mynet.py"', "text", "toml", "math"}, (document.name, block)
+
+
+def test_the_search_space_of_the_documents_can_be_searched(tmp_path):
+    (space,) = [block for document in DOCUMENTS for tag, block in blocks(document) if tag == "toml"]
+    (tmp_path / "space.toml").write_text(space)
+    assert "eps_warmup" in read_space(tmp_path / "space.toml").choices
 
 
 @pytest.mark.parametrize("name", NAMES)
