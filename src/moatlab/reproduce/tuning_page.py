@@ -25,7 +25,7 @@ def for_page(result: dict[str, Any], picture: Path) -> dict[str, Any]:
     tables = [{"title": "Trials", "columns": columns, "lines": lines}]
     if result["importances"]:
         shares = [Line(name, [f"{100 * share:.0f} %"]) for name, share in result["importances"].items()]
-        tables.append({"title": "Importance of each choice", "columns": ["share"], "lines": shares})
+        tables.append({"title": "Importance of each choice", "first": "choice", "columns": ["share"], "lines": shares})
     failures = [
         f"trial {one['trial'] + 1}: {run['failure']}"
         for one in result["trials"]
@@ -39,7 +39,7 @@ def for_page(result: dict[str, Any], picture: Path) -> dict[str, Any]:
             "Robust: right under PGD-10 on the cross-entropy and on the margin, on held-out images, mean over seeds; "
             "values are of the last rung that a trial reached, and rungs differ in cost. The winner was chosen by "
             "these numbers, so they are too high for it: evaluate it on test images (moat train --recipe recipe.toml, "
-            "moat eval). Importance: of what is drawn for every trial, at the first rung (PED-ANOVA)."
+            "moat eval). Importance: what a choice explains of the values at the first rung (PED-ANOVA)."
         ),
         "claims": [],
         "flags": [],
