@@ -80,9 +80,8 @@ def _side_by_side(
                     yield pending[done], done.result()
                 except BrokenProcessPool:
                     yield pending[done], RunFailed("its process was killed; run again to resume")
-        except BaseException:
+        finally:  # if interrupted, no further job is begun
             pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 @contextmanager
