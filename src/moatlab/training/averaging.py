@@ -45,9 +45,10 @@ class Average:
         before = [norm.momentum for norm in norms]
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # the mean over all batches
             norm.train()
-        for x in images:
+        for number, x in enumerate(images):
+            for norm in norms:  # the mean over all batches; None would ask the device for their number
+                norm.momentum = 1 / (number + 1)
             self.model(x)
         self.model.eval()
         for norm, momentum in zip(norms, before, strict=True):
