@@ -15,7 +15,7 @@ from moatlab.runtime.files import RunFile
 
 
 @click.command("eval", cls=shared.Grouped, short_help="Measure accuracy under attack, of a run or any model.")
-@click.argument("run", metavar="[RUN|FILE]", required=False, type=shared.FILE)
+@click.argument("run", metavar="[RUN|FILE|FOLDER|NAME]", required=False, type=shared.FILE)
 @click.option("--attacks", metavar="NAMES", help=f"Comma-separated: {' '.join(NAMES)}  [default: {','.join(PAPER)}]")
 @click.option("--eps", help="Radius, such as 8/255  [default: the run's; 8/255 for a bare model]")
 @click.option("--norm", type=click.Choice(["linf", "l2"]), help="Norm  [default: the run's; linf for a bare model]")
@@ -34,21 +34,25 @@ from moatlab.runtime.files import RunFile
 @click.option("--audit", is_flag=True, help="Attack robust images again with another seed, more restarts.")
 @shared.json_option
 def eval_command(run: Path | None, attacks: str | None, as_json: bool, threads: int | None, **options: Any) -> None:
-    """Measure accuracy under attack of a run folder, a .safetensors or .pt file, or --model package.module:factory.
+    """Measure accuracy under attack of a run folder, of weights, or of any model.
 
     \b
     moat eval runs/moat-2_mini_s0
     moat eval runs/moat-2_mini_s0 --attacks aa --n 200 --save-adversarial
     moat eval weights.pt --model mymodule:factory --data cifar10
+    moat eval robustbench.pt --model wide_resnet28_10 --data cifar10
+    moat eval hf_hub:USER/NAME --data FOLDER        also timm:NAME, torchvision:NAME, a local folder
+    moat eval model.onnx --data cifar10             also TorchScript, with --trust-model-code
 
     Writes a card: eval.json in the run, or FILE.eval.json beside a file. After an interruption, the same command
     resumes.
     """
-    names = check_names(PAPER if attacks is None else attacks)
+    names = None if attacks is None else ["clean", *check_names(attacks)]
     import torch
 
     from moatlab.evaluation.card import evaluate_target
     from moatlab.evaluation.target import load_target
+    from moatlab.models.graphs import has_gradients
     from moatlab.runtime.device import Machine
 
     if distributed.launched() > 1:
@@ -56,9 +60,11 @@ def eval_command(run: Path | None, attacks: str | None, as_json: bool, threads: 
     loading = ("model", "which", "data", "data_dir", "device", "trust_model_code")
     device = options["device"]
     target = load_target(run, **{name: options.pop(name) for name in loading})
+    if names is None and has_gradients(target.model):
+        names = list(PAPER)
     distributed.connect()
     with Machine(device, threads).in_use() if threads else nullcontext():
-        card = evaluate_target(target, attacks=["clean", *names], **options)
+        card = evaluate_target(target, attacks=names, **options)
     if not distributed.is_first():
         return
     if as_json:

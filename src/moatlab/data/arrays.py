@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from moatlab.data.folder import channel_statistics, histogram
-from moatlab.data.given import images_and_labels
+from moatlab.data.given import images_and_labels, is_split, split_columns
 from moatlab.data.images import Images, checksum
 from moatlab.data.sizes import NAMES, opened_arrays
 from moatlab.runtime.errors import UserError
 from moatlab.runtime.randomness import generator
 
-Source: TypeAlias = Any  # (images, labels), a Dataset or a DataLoader
+Source: TypeAlias = Any  # (images, labels), a Dataset, a DataLoader or a split
 
 
 def read_npz(path: Path) -> Images:
@@ -28,9 +28,12 @@ def read_npz(path: Path) -> Images:
 def as_images(
     train: Source, test: Source | None = None, *, classes: Sequence[str] | None = None, name: str = "arrays"
 ) -> Images:
-    """A data set from (images, labels) as tensors or arrays, a `Dataset` or a `DataLoader`. Bytes are (N, H, W) or
-    (N, H, W, C). Floats are (N, C, H, W) in [0, 1] and are rounded to bytes. Without `test`, a fixed random tenth is
-    set apart. Training images are shuffled in a fixed order, because the last ones are held out later."""
+    """A data set from (images, labels) as tensors or arrays, a `Dataset`, a `DataLoader` or a split of Hugging Face
+    `datasets`, which also names the classes. Bytes are (N, H, W) or (N, H, W, C). Floats are (N, C, H, W) in [0, 1] and
+    are rounded to bytes. Without `test`, a fixed random tenth is set apart. Training images are shuffled in a fixed
+    order, because the last ones are held out later."""
+    if classes is None and is_split(train):
+        classes = list(train.features[split_columns(train)[1]].names)
     train_x, train_y = _in_memory(train)
     order = torch.randperm(len(train_y), generator=generator(0, "test images set apart"))
     note = None

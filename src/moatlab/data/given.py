@@ -1,7 +1,8 @@
-"""Images and labels as callers pass them: tensors, arrays, lists, a Dataset or a DataLoader, all checked alike."""
+"""Images and labels as callers pass them: tensors, arrays, lists, a Dataset, a DataLoader or a split of Hugging Face
+`datasets`, all checked alike."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -23,9 +24,9 @@ ITEMS, SHOWN_EVERY = 256, 1024  # of a Dataset: stacked at a time; between two u
 def images_and_labels(x: Any, y: Any = None, *, kind: str = "", to_bytes: bool = False) -> tuple[Tensor, Tensor]:
     """Bytes (N, H, W, C) or floats (N, C, H, W) in [0, 1], and labels (N,) as int64.
 
-    `x`, `y`: tensors, arrays or nested lists; or, without `y`, a pair of these, a `Dataset` of (image, label) or a
-    `DataLoader` of (images, labels), which are read once. `to_bytes` rounds floats to multiples of 1/255.
-    `kind` goes before "images" and "labels" in messages, as in "test ".
+    `x`, `y`: tensors, arrays or nested lists; or, without `y`, a pair of these, a `Dataset` of (image, label), a
+    `DataLoader` of (images, labels) or a split of Hugging Face `datasets`, which are read once. `to_bytes` rounds
+    floats to multiples of 1/255. `kind` goes before "images" and "labels" in messages, as in "test ".
     """
     all_x, all_y, rounded = [], [], False
     for some_x, some_y in [(x, y)] if y is not None else _pieces(x, kind):
@@ -55,6 +56,8 @@ def _pieces(source: Any, kind: str) -> Iterator[tuple[Any, Any]]:
     if isinstance(source, tuple) and len(source) == 2:
         yield source
         return
+    if is_split(source):
+        source = _Rows(source, *split_columns(source))
     if not isinstance(source, Dataset | DataLoader):
         raise UserError(f"{kind}labels are missing; pass images and labels, or a Dataset or DataLoader of both")
     parts = _batches(source) if isinstance(source, DataLoader) else _items(source, kind)
@@ -67,6 +70,40 @@ def _pieces(source: Any, kind: str) -> Iterator[tuple[Any, Any]]:
             if done >= shown + SHOWN_EVERY:
                 shown = done
                 bar.update(done, f"{done:,} images")
+
+
+class _Rows(IterableDataset[tuple[Any, Any]]):
+    """The rows of a split as (image, label)."""
+
+    def __init__(self, split: Any, image: str, label: str) -> None:
+        self.split, self.image, self.label = split, image, label
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return ((row[self.image], row[self.label]) for row in self.split)
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.split, 0)
+
+
+def is_split(source: Any) -> bool:
+    """Whether this is a split of Hugging Face `datasets`, which need not be installed: rows under named features."""
+    return isinstance(getattr(source, "features", None), Mapping) and hasattr(source, "__iter__")
+
+
+def split_columns(split: Any) -> tuple[str, str]:
+    """The columns of images and of labels, by their kind; of several label columns, the one called `label`."""
+    found = []
+    for noun, kind in (("images", "Image"), ("labels", "ClassLabel")):
+        columns = [name for name, feature in split.features.items() if type(feature).__name__ == kind]
+        columns = ["label"] if "label" in columns else columns
+        if len(columns) != 1:
+            shown = ", ".join(columns or split.features) or "no columns"
+            several = "several columns" if columns else "no column"
+            raise UserError(
+                f"the split has {several} of {noun} ({shown}); keep one, with select_columns or cast_column"
+            )
+        found += columns
+    return found[0], found[1]
 
 
 def _batches(loader: DataLoader[Any]) -> Iterator[tuple[Any, Any]]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from moatlab.attacks.norms import Norm, Threat
 from moatlab.data.images import Images
 from moatlab.evaluation.evaluator import evaluate
-from moatlab.evaluation.red_flags import Flag, Measured, Verdicts
+from moatlab.evaluation.red_flags import Flag, Measured, Verdicts, WithoutGradients
 from moatlab.evaluation.result import Audit, Evaluation, Result, Settings, Share, first_broken_by, merged, summarise
 from moatlab.evaluation.state import discard, for_one_process, pieces
 from moatlab.evaluation.target import Subject, Target
@@ -43,7 +43,7 @@ class Card(BaseModel, extra="forbid", strict=True):
     results: dict[str, Result]
     all_attacks: Share
     flags: list[Flag]
-    measured: Measured
+    measured: Measured | WithoutGradients
     adversarial: str | None  # the file of saved examples, beside the card
     environment: dict[str, str | int]
     first_broken_by: list[str | None]
@@ -53,6 +53,8 @@ class Card(BaseModel, extra="forbid", strict=True):
     def summary(self) -> Sheet:
         """The table that `moat eval` prints."""
         sheet = summarise(self, f"{self.subject.name}: {counted(self.data.images, 'test image')} of {self.data.name}")
+        if self.subject.preprocessing:
+            sheet.lines.insert(0, Line(f"images are {self.subject.preprocessing}"))
         if self.subject.unfinished:
             sheet.lines.insert(0, Line(f"unfinished run: {self.subject.unfinished}", alert=True))
         return sheet
@@ -106,7 +108,7 @@ class Card(BaseModel, extra="forbid", strict=True):
 def evaluate_target(
     target: Target,
     *,
-    attacks: list[str],
+    attacks: list[str] | None,
     eps: float | str | None = None,
     norm: Norm | None = None,
     count: int | None = None,
@@ -114,8 +116,8 @@ def evaluate_target(
     **options: Any,
 ) -> Card:
     """Evaluate the first `count` test images, write the card beside the model, and return it; resume if interrupted.
-    `options` are those of `evaluate`: seed, batch_size, audit, precision. Connected processes share the images, and the
-    first one writes the card."""
+    `attacks` and `options` are those of `evaluate`: seed, batch_size, audit, precision. Connected processes share
+    the images, and the first one writes the card."""
     images, norm = target.images, norm or target.threat.norm
     # A radius is meaningless in another norm.
     threat = target.threat if eps is None and norm == target.threat.norm else Threat.of(eps, norm)

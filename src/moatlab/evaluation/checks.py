@@ -1,18 +1,22 @@
 """Checks of a model and its images before an evaluation, and the faster copy of the model that is attacked."""
 
 import copy
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moatlab.attacks.probe import Probe
+from moatlab.attacks.catalog import check_names
+from moatlab.attacks.probe import Probe, frozen
+from moatlab.models.graphs import has_gradients
 from moatlab.models.outputs import check_logits
 from moatlab.runtime.console import note
 from moatlab.runtime.errors import UserError, users_code
 
 BATCH, BATCH_PIXELS = 256, 3 * 32 * 32  # images of this size; fewer of larger ones
 FEWEST = 16  # which, at 224x224, take about the memory of a training step
+DEFAULT, WITHOUT_GRADIENTS = ("aa",), ("square",)  # attacks
 
 
 class Outputs(NamedTuple):
@@ -22,6 +26,17 @@ class Outputs(NamedTuple):
     answers: Tensor
     randomised: bool
     probabilities: bool
+
+
+def check_attacks(model: nn.Module, attacks: Sequence[str] | str | None, *, audit: bool) -> list[str]:
+    """The names of the attacks; an error if they or the audit need gradients that this kind of model does not have."""
+    gradients = has_gradients(model)
+    names = check_names((DEFAULT if gradients else WITHOUT_GRADIENTS) if attacks is None else attacks)
+    unfit = [] if gradients else [*(name for name in names if name not in WITHOUT_GRADIENTS), *["--audit"] * audit]
+    if unfit:
+        works = "clean accuracy and --attacks square work; convert it to PyTorch or TorchScript for the others"
+        raise UserError(f"{unfit[0]} needs gradients, which an ONNX model does not have; {works}")
+    return names
 
 
 def check_model(model: nn.Module, x: Tensor, y: Tensor) -> Outputs:
@@ -64,9 +79,11 @@ def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:
     BatchNorm in eval mode is replaced by a product and a sum, whose gradient is cheaper. The copy is tested after the
     model ran on other images, since a hook may still tie it to the model, and differentiated after inference mode.
     """
+    if not has_gradients(model):
+        return None
     y = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     try:
-        with users_code("it can't be copied"):
+        with users_code("it can't be copied"), frozen(model):  # a ScriptModule copies parameters as computed tensors
             twin: nn.Module = copy.deepcopy(model)
         replace_batchnorm(twin)
         with users_code("its copy can't run in channels last and inference mode"):

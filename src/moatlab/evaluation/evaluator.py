@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moatlab.attacks.catalog import AUDIT, CATALOG, check_names, working_attacks
+from moatlab.attacks.catalog import AUDIT, CATALOG, working_attacks
 from moatlab.attacks.draws import Draws
 from moatlab.attacks.ensemble import Part, parts_of
 from moatlab.attacks.losses import is_wrong
@@ -23,6 +23,7 @@ from moatlab.evaluation.checks import Outputs
 from moatlab.evaluation.progress import Progress, Step
 from moatlab.evaluation.result import Cost, Evaluation, Precision, Settings
 from moatlab.evaluation.state import Partial, State
+from moatlab.models.graphs import Script, has_gradients
 from moatlab.models.outputs import giving_logits
 from moatlab.models.weights import hash_of
 from moatlab.runtime.console import note, verbosity
@@ -40,7 +41,7 @@ def evaluate(
     x: Any,
     y: Any = None,
     *,
-    attacks: Sequence[str] | str = ("aa",),
+    attacks: Sequence[str] | str | None = None,
     eps: float | str | None = None,
     norm: Norm = "linf",
     seed: int = 0,
@@ -57,7 +58,8 @@ def evaluate(
     """Accuracy of `model` on images `x` with labels `y`, clean and under the named attacks.
 
     `x`, `y`: images as floats (N, C, H, W) in [0, 1] or bytes (N, H, W, C), and labels; or a `Dataset` or `DataLoader`
-    of both in their place. `eps`: a number or text such as "8/255"; the default is 8/255 in L-inf and 128/255 in L2.
+    of both in their place, or a split of Hugging Face `datasets`. `eps`: a number or text such as "8/255"; the default
+    is 8/255 in L-inf and 128/255 in L2. `attacks`: by default "aa"; "square" for an ONNX model, which has no gradients.
     With two or three classes, the parts of AutoAttack that work replace "aa". The model runs in eval mode and float32,
     and is left unchanged; with `precision` "bf16" or "fp16" the model under autocast is evaluated and attacked. An
     image counts as broken only if the model itself misclassifies a point inside the ball.
@@ -67,7 +69,9 @@ def evaluate(
     resumes, unless weights, images, settings, outputs or `identity` (what else must match) differ. `verbose`: progress
     on stderr; by default only in a terminal or a notebook.
     """
-    names, threat = check_names(attacks), Threat.of(eps, norm)
+    if isinstance(model, torch.jit.ScriptModule):
+        model = Script(model)  # which takes hooks
+    names, threat = checks.check_attacks(model, attacks, audit=audit), Threat.of(eps, norm)
     with verbosity(verbose):
         x, y = images_and_labels(x, y)
     if examples is not None and examples.shape != y.shape:
@@ -207,10 +211,13 @@ class _Job:
             wrong = is_wrong(logits, data.y[place]).tolist()
             self.state.broken_by["clean"][place] = ["clean" if one else None for one in wrong]
         self._charge("clean", begun, calls)
+        labels = data.y.bincount(minlength=self.outputs.classes).tolist()
+        if not has_gradients(self.attacked.model):
+            self.state.measured = red_flags.without_gradients(self.outputs, labels)
+            return
         some = slice(min(red_flags.SAMPLE, data.usual_chunk))
         x, y, draws = data.images(some), data.y[some], Draws(self.settings.seed, data.examples[some])
         self.progress.expect("red flags", self.progress.left + len(y) * red_flags.PASSES)
-        labels = data.y.bincount(minlength=self.outputs.classes).tolist()
         self.state.measured = red_flags.measure(self.attacked, x, y, self.settings.threat, draws, self.outputs, labels)
 
     @users_code("the model failed under attack", RunFailed)

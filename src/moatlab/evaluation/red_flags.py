@@ -57,6 +57,22 @@ class Measured(BaseModel, extra="forbid", strict=True):
     pgd20_at_half: float
 
 
+class WithoutGradients(BaseModel, extra="forbid", strict=True):
+    """What can be measured of a model without gradients, and why not more."""
+
+    randomised: bool
+    probabilities: bool
+    labels: Annotated[list[int], Field(min_length=1)]
+    not_measured: str
+
+
+def without_gradients(outputs: Outputs, labels: list[int]) -> WithoutGradients:
+    reason = "red flags that need gradients were not measured: the model has none"
+    return WithoutGradients(
+        randomised=outputs.randomised, probabilities=outputs.probabilities, labels=labels, not_measured=reason
+    )
+
+
 def measure(
     probe: Probe, x: Tensor, y: Tensor, threat: Threat, draws: Draws, outputs: Outputs, labels: list[int]
 ) -> Measured:
@@ -87,10 +103,12 @@ def measure(
     )
 
 
-def judge(measured: Measured, broken_by: Verdicts) -> list[Flag]:
+def judge(measured: Measured | WithoutGradients, broken_by: Verdicts) -> list[Flag]:
     """The red flags. Accuracies on all images are preferred to those on the sample; differences of two or three images
     are ignored."""
-    raised: dict[str, str] = {}
+    raised = _seen_in_outputs(measured, broken_by["clean"])
+    if isinstance(measured, WithoutGradients):
+        return _as_flags(raised)
     accuracy = {name: verdicts.count(None) / len(verdicts) for name, verdicts in broken_by.items() if name != AUDIT}
     ladder = list(measured.pgd20.values())
     sample, count = measured.sample, len(broken_by["clean"])
@@ -102,9 +120,6 @@ def judge(measured: Measured, broken_by: Verdicts) -> list[Flag]:
     strong = [(share, name) for name, share in accuracy.items() if on_all and name in CATALOG and CATALOG[name].rank]
     strongest, strong_name = min(strong or [(ladder[1], "pgd20")])
 
-    right, guessing = broken_by["clean"].count(None), max(measured.labels) / count
-    if count >= ENOUGH and wilson(right, count)[0] <= guessing:
-        raised["no-better-than-guessing"] = f"{_of('clean', right / count)}, guessing {100 * guessing:.1f} %"
     broken, left = _only_square(broken_by)
     if broken > 0.002 * count:
         raised["square-beats-gradients"] = f"{broken} of {left} remaining images"
@@ -117,10 +132,6 @@ def judge(measured: Measured, broken_by: Verdicts) -> list[Flag]:
         raised["fgsm-above-clean"] = f"{_of('fgsm', single)}, {_of('clean', clean)}{sampled}"
     if measured.zero_gradients > 0.05:
         raised["zero-gradients"] = f"{100 * measured.zero_gradients:.0f} % of the sample"
-    if measured.randomised:
-        raised["randomised"] = "two forward passes differ"
-    if measured.probabilities:
-        raised["probabilities"] = "all outputs are in [0, 1] and sum to 1"
     if any(larger > smaller + 0.02 + 2 / sample for smaller, larger in pairwise(ladder)):
         shown = ", ".join(f"{100 * value:.0f} % {where}" for where, value in measured.pgd20.items())
         raised["rises-with-eps"] = f"PGD-20 {shown}"
@@ -131,7 +142,24 @@ def judge(measured: Measured, broken_by: Verdicts) -> list[Flag]:
     audited = [verdict for verdict in broken_by.get(AUDIT, []) if verdict != "before"]
     if (more := len(audited) - audited.count(None)) > 0.01 * len(audited):
         raised["audit-broke-more"] = f"{more} of {len(audited)} images"
+    return _as_flags(raised)
+
+
+def _as_flags(raised: dict[str, str]) -> list[Flag]:
     return [Flag(name=name, evidence=evidence, meaning=MEANING[name]) for name, evidence in raised.items()]
+
+
+def _seen_in_outputs(measured: Measured | WithoutGradients, clean: list[str | None]) -> dict[str, str]:
+    """Flags that need no gradients."""
+    raised: dict[str, str] = {}
+    right, count, most = clean.count(None), len(clean), max(measured.labels)
+    if count >= ENOUGH and wilson(right, count)[0] <= most / count:
+        raised["no-better-than-guessing"] = f"{_of('clean', right / count)}, guessing {100 * most / count:.1f} %"
+    if measured.randomised:
+        raised["randomised"] = "two forward passes differ"
+    if measured.probabilities:
+        raised["probabilities"] = "all outputs are in [0, 1] and sum to 1"
+    return raised
 
 
 def _only_square(broken_by: Verdicts) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moatlab.attacks.catalog import AUDIT, CATALOG
 from moatlab.attacks.norms import Norm, Threat
-from moatlab.evaluation.red_flags import Flag, Measured, Verdicts, judge
+from moatlab.evaluation.red_flags import Flag, Measured, Verdicts, WithoutGradients, judge
 from moatlab.runtime.console import counted
 from moatlab.runtime.intervals import wilson
 from moatlab.runtime.sheet import Line, Sheet, percent, percent_range
@@ -73,7 +73,7 @@ class Evaluation:
 
     broken_by: Verdicts  # None: robust; "clean": misclassified without an attack
     cost: dict[str, Cost]
-    measured: Measured
+    measured: Measured | WithoutGradients
     settings: Settings
     # (numbers of images, points) for each attack, with `keep_adversarial` and without `state`
     adversarial: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
@@ -176,6 +176,8 @@ class Summarised(Protocol):
     @property
     def flags(self) -> list[Flag]: ...
     @property
+    def measured(self) -> Measured | WithoutGradients: ...
+    @property
     def audit(self) -> Audit | None: ...
 
 
@@ -197,7 +199,9 @@ def summarise(one: Summarised, title: str) -> Sheet:
     if one.audit:
         lines.append(Line(f"audit: {one.audit.broken} of {one.audit.attacked} robust images were broken"))
     lines += [Line(f"RED FLAG {flag.name} ({flag.evidence}): {flag.meaning}", alert=True) for flag in one.flags]
-    if not one.flags:
+    if isinstance(one.measured, WithoutGradients):
+        lines.append(Line(one.measured.not_measured, alert=True))
+    elif not one.flags:
         lines.append(Line("no red flags"))
     if any(name in CATALOG and CATALOG[name].thorough for name in results):
         share = f"{percent(whole.accuracy)} % ({percent_range(whole.interval)})"

@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from moatlab.evaluation.red_flags import Measured, Verdicts
+from moatlab.evaluation.red_flags import Measured, Verdicts, WithoutGradients
 from moatlab.evaluation.result import Cost
 from moatlab.runtime.errors import Damaged, UserError
 from moatlab.runtime.files import UNREADABLE_ARRAYS, atomic, locked, read_json, write_json
@@ -29,7 +29,7 @@ class State(BaseModel, extra="forbid", arbitrary_types_allowed=True):
     answers: list[list[float]]  # logits of a few images
     broken_by: Verdicts
     cost: dict[str, Cost]
-    measured: Measured | None = None
+    measured: Measured | WithoutGradients | None = None
     step: int = 0
     points: Annotated[Tensor | None, Field(exclude=True)] = None  # of Square, for robust images
     points_sha256: str | None = None  # of their file

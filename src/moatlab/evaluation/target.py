@@ -1,38 +1,44 @@
-"""Load what is evaluated: a run folder, a weights file or a factory, with its test images."""
+"""Load what is evaluated: a run folder, a weights file, a factory or a model from elsewhere, with its test images."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
 from moatlab.attacks.norms import Threat
-from moatlab.data.images import Images
+from moatlab.data.images import Images, as_floats
 from moatlab.data.loading import KNOWN_SIZES, load_images
-from moatlab.models.flops import STEMS
-from moatlab.models.registry import BUILT_IN, build_model
+from moatlab.models.bare import read_bare
+from moatlab.models.foreign import Foreign, is_foreign, is_named, load_foreign, resolve
+from moatlab.models.registry import BUILT_IN, build_bare, build_model
 from moatlab.models.weights import hash_of, read_weights, set_weights
-from moatlab.runtime.console import warn
+from moatlab.runtime.console import note, warn
 from moatlab.runtime.device import choose_device
-from moatlab.runtime.errors import UserError, adding_to_errors, needs_trust
+from moatlab.runtime.errors import UserError, adding_to_errors, needs_trust, users_code
 from moatlab.runtime.files import RunFile
 from moatlab.runtime.trust import is_trusted
 from moatlab.training.recipe import load_recipe, slug
 from moatlab.training.run_folder import RunFolder
+
+ASKED = 200  # test images, to choose between two networks with the same weights
 
 
 class Subject(BaseModel, extra="forbid", strict=True):
     """The origin of a model, in its card; `load_target` can load it again from this."""
 
     name: str  # shown to users
-    model: str  # a built-in model, or package.module:factory
-    file: str | None
+    model: str  # a built-in model, package.module:factory, or the `kind` of a model from elsewhere
+    file: str | None  # beside the card; "." is the folder of the card
     data: str
     sha256: str  # see `model_sha256`
     weights: str | None  # the checksum in its file
     unfinished: str | None = None  # progress of its run, in the file only if that is not finished
+    preprocessing: str | None = None  # what was assumed about images, in the file only if something was
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,25 @@ def load_target(
     trust_model_code: bool = False,
     read_images: Callable[..., Images] = load_images,
 ) -> Target:
-    """Load a run folder, a `.safetensors` or `.pt` file (with `model` if it names none), or a factory alone."""
+    """Load a run folder, a `.safetensors` or `.pt` file (with `model` if it names none), a factory alone, or a model
+    from elsewhere (see `load_foreign`)."""
     if path is None and model is None:
-        raise UserError("name a run folder, a weights file, or --model package.module:factory")
+        raise UserError("name a run folder, a weights file, a model from a hub, or --model package.module:factory")
+    if path is None and is_named(model):
+        path, model = Path(str(model)), None
+    source, path = path, resolve(path) if path else None
+    if source and path and (model is None or is_foreign(model)):
+        where, trusted = choose_device(device), trust_model_code
+        if foreign := load_foreign(source, path, device=where, trust_model_code=trusted):
+            return _foreign_target(source, foreign, where, data, partial(read_images, data_dir=data_dir))
     file = weights_file(path, which) if path else None
     tensors, description = read_weights(file) if file else ({}, {})
     model_name = model or description.get("model")
     if not isinstance(model_name, str):
-        raise UserError(f"{path} does not name its model; name it with --model")
+        raise UserError(f"{source} does not name its model; name it with --model")
     instead = "" if model or model_name in BUILT_IN else "; or name a function that builds the model with --model"
     if instead and not (trust_model_code or is_trusted(model_name)):
-        raise needs_trust(model_name, path, instead)
+        raise needs_trust(model_name, source, instead)
     if path is None and model_name in BUILT_IN:
         raise UserError(f"--model {model_name} alone has no trained weights; name a run folder or a weights file too")
     own_data = description.get("data")
@@ -82,23 +96,28 @@ def load_target(
         own_data = load_recipe(path / RunFile.RECIPE).data  # weights have only the name of a folder
     wanted = data or own_data
     if not isinstance(wanted, str):
-        raise UserError(f"{path or model_name} does not name its images; name them with --data")
+        raise UserError(f"{source or model_name} does not name its images; name them with --data")
     if data is None and wanted not in KNOWN_SIZES and not Path(wanted).expanduser().exists():
-        raise UserError(f"{path} was trained on {own_data}, which is not in {Path.cwd()}; give its path with --data")
+        raise UserError(f"{source} was trained on {own_data}, which is not in {Path.cwd()}; give its path with --data")
     images = read_images(wanted, data_dir, image_size=image_size_for(wanted, own_data, description))
     if wanted == own_data and description.get("data_sha256") not in (None, images.sha256):
         warn(f"the images of {images.name} differ from those that this model was trained on")
     classes = description.get("classes") or len(images.classes)
     arguments = description.get("arguments") if model_name == description.get("model") else None
+    assumed = None
     if not isinstance(arguments, dict):
-        arguments = guess_arguments(model_name, tensors, images) if model_name in BUILT_IN else {}
+        arguments = {}
+        if model_name in BUILT_IN:
+            tensors, arguments, assumed = assume(model_name, tensors, images, source)
     with adding_to_errors(instead):
         network = build_model(model_name, classes=classes, arguments=arguments)
-        if path is not None:
-            set_weights(network, tensors, path)
+        if source is not None:
+            set_weights(network, tensors, source)
     network.to(choose_device(device)).eval()
-    if path is None:
+    if source is None or path is None:
         card, name = Path(f"{slug(model_name)}.eval.json"), model_name
+    elif is_named(source):
+        card, name, model_name, file = Path(f"{slug(str(source))}.eval.json"), str(source), str(source), None
     elif path.is_dir():
         card, name = card_path(path, which), f"{path} ({which})"
     else:
@@ -111,9 +130,61 @@ def load_target(
         sha256=model_sha256(network, arguments),
         weights=description.get("sha256"),
         unfinished=progress_of(path) if path is not None and path.is_dir() else None,
+        preprocessing=assumed,
     )
     threat = Threat.of(description.get("eps"), str(description.get("norm", "linf")))
     return Target(network, subject, card, images, threat)
+
+
+def _foreign_target(
+    source: Path, found: Foreign, device: torch.device, data: str | None, read: Callable[..., Images]
+) -> Target:
+    if data is None:
+        raise UserError(f"{source} does not name its images; name them with --data")
+    is_folder = data not in KNOWN_SIZES and Path(data).expanduser().is_dir()
+    images = read(data, image_size=found.image_size if is_folder else None)
+    theirs, ours = ([name.lower() for name in names] for names in (found.classes, images.classes))
+    if theirs and theirs != ours:
+        few = [", ".join(names[:3]) for names in (theirs, ours)]
+        warn(f"the classes of {source} ({few[0]}, ...) are not those of {images.name} ({few[1]}, ...), or not in order")
+    model = found.model.to(device)
+    named, in_folder = is_named(source), source.is_dir()
+    card = Path(f"{slug(str(source))}.eval.json") if named else source.with_name(f"{source.name}.eval.json")
+    subject = Subject(
+        name=str(source),
+        model=found.kind,
+        file=None if named else "." if in_folder else source.name,
+        data=data,
+        sha256=model_sha256(model, found.identity),
+        weights=None,
+        preprocessing=found.preprocessing,
+    )
+    return Target(model, subject, source / RunFile.CARD if in_folder else card, images, Threat.of(None, "linf"))
+
+
+def assume(
+    name: str, tensors: dict[str, Tensor], images: Images, source: Path | None
+) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+    """What weights without a description leave open, for a built-in model: the tensors under our names, its arguments,
+    and a sentence about them. Of the two kinds of shortcut, which have the same weights, the one that classifies more
+    test images correctly is chosen: the other is close to guessing."""
+    tensors, shown = read_bare(name, tensors)
+    arguments = {"mean": list(images.mean), "std": list(images.std), **shown}
+    assumed = f"normalised with mean and std of {images.name}"
+    if "mean" in shown:
+        assumed = "normalised with the file's mu and sigma" if any(shown["mean"]) else "not normalised"
+    if name in ("preact_resnet18", "preact_resnet34"):
+        right, x, y = {}, as_floats(images.test_x[:ASKED]), images.test_y[:ASKED]
+        for kind in ("activated", "raw"):
+            model = build_bare(name, tensors, str(source), **arguments, shortcut=kind).eval()
+            with torch.inference_mode(), users_code("the model can't be run on these images"):
+                right[kind] = int((model(x).argmax(1) == y).sum())
+        chosen, other = sorted(right, key=lambda kind: -right[kind])
+        arguments["shortcut"] = chosen
+        counts = f"{right[chosen]} of {len(y)} images are classified correctly, with {other} ones {right[other]}"
+        assumed += f"; {chosen} shortcuts ({counts})"
+    note(f"{source} does not describe its {name}: images are {assumed}")
+    return tensors, arguments, assumed
 
 
 def progress_of(run: Path) -> str | None:
@@ -155,15 +226,3 @@ def weights_file(target: Path, which: str) -> Path:
     inside = sorted(target.glob(f"*/{RunFile.MODEL}"))
     hint = f"; did you mean {inside[0].parent}?" if inside else "; name the folder of a run, such as runs/NAME"
     raise UserError(f"{target} has no {path.name}{hint}")
-
-
-def guess_arguments(name: str, tensors: dict[str, Tensor], images: Images) -> dict[str, Any]:
-    """Arguments of a built-in model, from its weights, where the file does not have them."""
-    tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-    first = tensors.get("blocks.0.conv1.weight" if name.startswith("wide") else "conv1.weight")
-    width = {} if first is None else {"width": len(first)}
-    variant: dict[str, Any] = {} if name == "resnet18" else {"final_norm": "bn.weight" in tensors}
-    kernels = {kernel: stem for stem, (kernel, _, _) in STEMS.items() if stem != "3x3"}
-    if (first_kernel := tensors.get("conv1.weight")) is not None and first_kernel.shape[-1] in kernels:
-        variant["stem"] = kernels[first_kernel.shape[-1]]
-    return {**width, **variant, "mean": list(images.mean), "std": list(images.std)}

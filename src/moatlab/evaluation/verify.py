@@ -4,7 +4,7 @@ import math
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from moatlab.evaluation.card import Card
 from moatlab.evaluation.red_flags import judge
 from moatlab.evaluation.result import NOT_FOUND, first_broken_by, shares
 from moatlab.evaluation.target import load_target
+from moatlab.models.foreign import is_foreign
 from moatlab.models.registry import BUILT_IN
 from moatlab.runtime import console
 from moatlab.runtime.device import Autocast, device_of, full_precision
@@ -52,10 +53,12 @@ def verify_card(
         raise UserError(f"{path} has no saved examples; evaluate with --save-adversarial")
     if card.measured.randomised:
         raise UserError(f"{path} can't be verified: it is of a randomised model, whose outputs vary")
-    if subject.model not in BUILT_IN and not (trust_model_code or is_trusted(subject.model)):
+    known = subject.model in BUILT_IN or is_foreign(subject.model)
+    if not known and not (trust_model_code or is_trusted(subject.model)):
         raise needs_trust(subject.model, path)
     beside = path.parent / Path(subject.file).name if subject.file else None
-    target = load_target(beside, model=subject.model, data=subject.data, data_dir=data_dir, device=device)
+    loading: dict[str, Any] = {"data_dir": data_dir, "device": device, "trust_model_code": trust_model_code}
+    target = load_target(beside, model=subject.model, data=subject.data, **loading)
     images, report = target.images, Verification(card=str(path), checked=0, largest_distance=0.0, failures=[])
     failures = report["failures"]
     if not unchanged:

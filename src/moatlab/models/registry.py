@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from moatlab.models.bare import read_bare
+from moatlab.models.foreign import load_foreign, resolve
 from moatlab.models.preact_resnet import PreActResNet, PreActResNet18
 from moatlab.models.resnet import ResNet18
 from moatlab.models.weights import read_weights, set_weights
 from moatlab.models.yours import build_by_factory
-from moatlab.runtime.errors import UserError, adding_to_errors, first_line, needs_trust
+from moatlab.runtime.errors import UserError, adding_to_errors, did_you_mean, first_line, needs_trust
 from moatlab.runtime.trust import is_trusted
 
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {
@@ -52,23 +54,50 @@ def build_model(name: str, *, classes: int, arguments: dict[str, Any]) -> nn.Mod
         raise UserError(f"{name} can't be built with {arguments} ({first_line(error)})") from None
 
 
-def load(run: str | Path, *, model: nn.Module | None = None, trust_model_code: bool = False) -> nn.Module:
-    """The trained model of a run folder or of a run's `.safetensors` file, in eval mode. With `model`, the weights are
-    put into this module: the way to load a run that was trained from a Python object. Otherwise the model is built on
-    the CPU; a file that names a factory (`package.module:factory`) needs `trust_model_code`, because its module is
-    imported, unless you named it on the command line before."""
-    tensors, description = read_weights(run)
-    if model is not None:
-        set_weights(model, tensors, run)
+def load(
+    source: str | Path,
+    *,
+    model: nn.Module | str | None = None,
+    arguments: dict[str, Any] | None = None,
+    trust_model_code: bool = False,
+) -> nn.Module:
+    """A trained model in eval mode, on the CPU: of a run folder or its `.safetensors` file; or one from elsewhere, of
+    `hf_hub:USER/NAME`, a folder in a hub's layout, `timm:NAME`, `torchvision:NAME`, a TorchScript or an ONNX file.
+
+    With `model`, a module, the weights are put into it: the way to load a run that was trained from a Python object.
+    With the name of a built-in model, a state dict under our names or RobustBench's is loaded; `arguments` are those
+    that it does not show, such as {"shortcut": "raw"}. A file that names a factory (`package.module:factory`), or is a
+    TorchScript program, needs `trust_model_code`, unless you named the factory on the command line before."""
+    path = resolve(source)
+    if model is None and (foreign := load_foreign(source, path, trust_model_code=trust_model_code)):
+        return foreign.model
+    tensors, description = read_weights(path)
+    if isinstance(model, nn.Module):
+        set_weights(model, tensors, source)
         return model.eval()
-    name, classes, arguments = (description.get(key) for key in ("model", "classes", "arguments"))
-    if not (isinstance(name, str) and isinstance(classes, int) and isinstance(arguments, dict)):
-        raise UserError(f"{run} does not name its model; moatlab.load reads files that moatlab wrote")
+    if model is not None:
+        return build_bare(model, tensors, source, **(arguments or {})).eval()
+    name, classes, made_with = (description.get(key) for key in ("model", "classes", "arguments"))
+    if not (isinstance(name, str) and isinstance(classes, int) and isinstance(made_with, dict)):
+        built_in = "for a state dict, name a built-in model: --model preact_resnet18"
+        raise UserError(f"{source} does not name its model; {built_in}, or pass a module")
     instead = "; or pass a module for the weights: moatlab.load(run, model=my_module)"
     if name not in BUILT_IN and not (trust_model_code or is_trusted(name)):
-        raise needs_trust(name, run, instead)
+        raise needs_trust(name, source, instead)
     with adding_to_errors("" if name in BUILT_IN else instead):
         with torch.random.fork_rng(devices=[]):  # initial weights are drawn, then replaced
-            model = build_model(name, classes=classes, arguments=arguments)
-        set_weights(model, tensors, run)
-    return model.eval()
+            network = build_model(name, classes=classes, arguments=made_with)
+        set_weights(network, tensors, source)
+    return network.eval()
+
+
+def build_bare(name: str, tensors: dict[str, Tensor], source: str | Path, **arguments: Any) -> nn.Module:
+    """A built-in model with weights that have no description."""
+    if name not in BUILT_IN:
+        raise UserError(f"there is no built-in model '{name}'{did_you_mean(name, BUILT_IN)}; use {', '.join(BUILT_IN)}")
+    tensors, shown = read_bare(name, tensors)
+    classes = len(tensors["linear.weight"]) if "linear.weight" in tensors else 2  # refused below without it
+    with torch.random.fork_rng(devices=[]):
+        network = build_model(name, classes=classes, arguments={**shown, **arguments})
+    set_weights(network, tensors, source)
+    return network

@@ -51,6 +51,15 @@ def read_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
     return tensors, description
 
 
+def is_described(path: Path) -> bool:
+    """Whether a `.safetensors` file was written by moatlab; False for one that can't be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _METADATA_KEY in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
 def _check_origin(path: Path, digest: str | None) -> None:
     """The model in the folder of a finished run must be the one that the run wrote."""
     try:
