@@ -167,3 +167,19 @@ class Returns(nn.Module):
 
     def forward(self, x):
         return self.function(x)
+
+
+def as_onnx(folder, *, side=4, classes=4, batch="n", weights=None, seed=0):
+    """The file `model.onnx`: logits = W x."""
+    import numpy as np
+    from onnx import TensorProto, helper, numpy_helper
+
+    drawn = np.random.default_rng(seed).normal(size=(3 * side**2, classes)).astype("float32")
+    weights = weights or numpy_helper.from_array(drawn, "w")
+    nodes = helper.make_node("Flatten", ["x"], ["flat"]), helper.make_node("MatMul", ["flat", "w"], ["logits"])
+    ends = ("x", [batch, 3, side, side]), ("logits", [batch, classes])
+    places = [[helper.make_tensor_value_info(end, TensorProto.FLOAT, shape)] for end, shape in ends]
+    graph = helper.make_graph(nodes, "linear", *places, [weights])
+    content = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    (folder / "model.onnx").write_bytes(content.SerializeToString())
+    return folder / "model.onnx"

@@ -11,6 +11,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 
 from moatlab.attacks.norms import Norm, Threat
 from moatlab.data.images import Images
+from moatlab.evaluation.checks import check_attacks
 from moatlab.evaluation.evaluator import evaluate
 from moatlab.evaluation.red_flags import Flag, Measured, Verdicts, WithoutGradients
 from moatlab.evaluation.result import Audit, Evaluation, Result, Settings, Share, first_broken_by, merged, summarise
@@ -118,6 +119,9 @@ def evaluate_target(
     """Evaluate the first `count` test images, write the card beside the model, and return it; resume if interrupted.
     `attacks` and `options` are those of `evaluate`: seed, batch_size, audit, precision. Connected processes share
     the images, and the first one writes the card."""
+    check_attacks(target.model, attacks, audit=bool(options.get("audit")))
+    if target.subject.preprocessing:
+        note(f"{target.subject.name}: images are {target.subject.preprocessing}")
     images, norm = target.images, norm or target.threat.norm
     # A radius is meaningless in another norm.
     threat = target.threat if eps is None and norm == target.threat.norm else Threat.of(eps, norm)

@@ -17,7 +17,7 @@ from moatlab.models.bare import read_bare
 from moatlab.models.foreign import Foreign, is_foreign, is_named, load_foreign, resolve
 from moatlab.models.registry import BUILT_IN, build_bare, build_model
 from moatlab.models.weights import hash_of, read_weights, set_weights
-from moatlab.runtime.console import note, warn
+from moatlab.runtime.console import warn
 from moatlab.runtime.device import choose_device
 from moatlab.runtime.errors import UserError, adding_to_errors, needs_trust, users_code
 from moatlab.runtime.files import RunFile
@@ -183,7 +183,6 @@ def assume(
         arguments["shortcut"] = chosen
         counts = f"{right[chosen]} of {len(y)} images are classified correctly, with {other} ones {right[other]}"
         assumed += f"; {chosen} shortcuts ({counts})"
-    note(f"{source} does not describe its {name}: images are {assumed}")
     return tensors, arguments, assumed
 
 

@@ -10,7 +10,6 @@ from moatlab.models import hub
 from moatlab.models.graphs import ONNX, TORCHSCRIPT, file_sha256, is_torchscript, load_onnx, load_script
 from moatlab.models.preprocessing import Preprocessed
 from moatlab.models.weights import is_described
-from moatlab.runtime.console import note
 from moatlab.runtime.errors import UserError, did_you_mean
 from moatlab.runtime.files import RunFile
 
@@ -57,7 +56,7 @@ def load_foreign(
     source: str | Path, path: Path, *, device: torch.device | None = None, trust_model_code: bool = False
 ) -> Foreign | None:
     """Load a whole model in eval mode; `path` is `resolve(source)`. None for a run, an export of moatlab or a file of
-    weights. What is done to images is printed."""
+    weights."""
     text = str(source)
     kind = text if is_named(source) else FOLDER
     if text.startswith((f"{TIMM}:", f"{TORCHVISION}:")):
@@ -74,16 +73,14 @@ def load_foreign(
         raise UserError(f"{source} has no {hub.CONFIG}")
     else:
         return None
-    return _prepared(*found, kind, text)
+    return _prepared(*found, kind)
 
 
-def _prepared(model: Preprocessed, classes: tuple[str, ...], kind: str, source: str) -> Foreign:
+def _prepared(model: Preprocessed, classes: tuple[str, ...], kind: str) -> Foreign:
     steps = str(model.steps)
-    note(f"{source}: images are {steps}")
     identity = {"kind": FOLDER if kind.startswith(HUB) else kind, "preprocessing": steps}
     return Foreign(model.eval(), kind, steps, identity, model.steps.image_size, classes)
 
 
 def _graph(model: nn.Module, kind: str, path: Path) -> Foreign:
-    note(f"{path}: images are {AS_GIVEN}")
     return Foreign(model.eval(), kind, AS_GIVEN, {"kind": kind, "sha256": file_sha256(path)})

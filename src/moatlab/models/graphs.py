@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moatlab.models.weights import UNREADABLE
 from moatlab.runtime.errors import UserError, first_line, users_code
 from moatlab.runtime.files import read_whole
 
@@ -50,7 +51,7 @@ def load_script(path: Path, device: torch.device, *, trusted: bool) -> nn.Module
             if damaged := archive.testzip():
                 raise ValueError(f"the checksum of its part {damaged} does not match")
         script = torch.jit.load(path, map_location=device)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         raise UserError(f"{path} can't be read as TorchScript ({first_line(error)})") from None
     return Script(script)
 
@@ -75,7 +76,7 @@ class Onnx(nn.Module):
             return self._run(images).to(x)
         spare = -len(images) % self.at_once
         images = torch.cat([images, images[:1].expand(spare, -1, -1, -1)])
-        parts = torch.split(images, self.at_once)  # type: ignore[no-untyped-call]
+        parts = torch.split(images, self.at_once)
         return torch.cat([self._run(part) for part in parts])[: len(x)].to(x)
 
     def _run(self, images: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from moatlab.models.preact_resnet import PreActResNet, PreActResNet18
 from moatlab.models.resnet import ResNet18
 from moatlab.models.weights import read_weights, set_weights
 from moatlab.models.yours import build_by_factory
+from moatlab.runtime.console import note
 from moatlab.runtime.errors import UserError, adding_to_errors, did_you_mean, first_line, needs_trust
 from moatlab.runtime.trust import is_trusted
 
@@ -70,6 +71,7 @@ def load(
     TorchScript program, needs `trust_model_code`, unless you named the factory on the command line before."""
     path = resolve(source)
     if model is None and (foreign := load_foreign(source, path, trust_model_code=trust_model_code)):
+        note(f"{source}: images are {foreign.preprocessing}")
         return foreign.model
     tensors, description = read_weights(path)
     if isinstance(model, nn.Module):
