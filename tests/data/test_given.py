@@ -2,6 +2,7 @@
 
 from textwrap import dedent
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -320,3 +321,50 @@ def test_a_run_from_a_python_object_is_loaded_into_a_module_and_all_messages_say
     for more in ((), ("--trust-model-code",)):
         assert "or name a function that builds the model with --model" in moat(*command, *more).err
     assert moat(*command, "--model", "mine:build").code == 0
+
+
+class ClassLabel:
+    names: ClassVar = ["dark", "bright", "grey"]
+
+
+class Split:
+    """A split of Hugging Face `datasets`, as far as it is used here: features by name, and rows with Pillow images."""
+
+    def __init__(self, features, rows):
+        self.features, self.rows = features, rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+    def __len__(self):
+        return len(self.rows)
+
+
+def photo_split(count=12, **more):
+    photo, label = type("Image", (), {})(), ClassLabel()
+    shades = [Image.fromarray(np.full((4, 4, 3), 20 * number, np.uint8)) for number in range(count)]
+    rows = [{"img": shade, "label": number % 3, "id": "x"} for number, shade in enumerate(shades)]
+    return Split({"img": photo, "label": label, "id": None, **more}, rows)
+
+
+def test_a_split_of_hugging_face_datasets_is_taken_as_images_with_a_stand_in_for_the_package():
+    x, y = images_and_labels(photo_split())
+    assert x.shape == (12, 4, 4, 3)
+    assert x[:, 0, 0, 0].tolist() == [20 * number for number in range(12)]
+    assert y.tolist() == [number % 3 for number in range(12)]
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 3))
+    result = moatlab.evaluate(model, photo_split(), attacks="fgsm")
+    assert result.broken_by == moatlab.evaluate(model, x, y, attacks="fgsm").broken_by
+    images = moatlab.as_images(photo_split(), photo_split(3))
+    assert images.classes == ("dark", "bright", "grey")
+    assert torch.equal(images.test_x, x[:3])
+
+
+def test_a_split_with_several_labels_uses_the_one_called_label_or_is_refused():
+    assert images_and_labels(photo_split(coarse=ClassLabel()))[1][1] == 1
+    two = photo_split(coarse=ClassLabel())
+    two.features["fine"] = two.features.pop("label")
+    with pytest.raises(UserError, match=r"several columns of labels \(coarse, fine\); keep one"):
+        images_and_labels(two)
+    with pytest.raises(UserError, match=r"no column of images \(label, text\)"):
+        images_and_labels(Split({"label": ClassLabel(), "text": None}, []))

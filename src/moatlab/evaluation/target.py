@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moatlab.attacks.norms import Threat
 from moatlab.data.images import Images, as_floats
+from moatlab.data.listing import list_folder, shape_of
 from moatlab.data.loading import KNOWN_SIZES, load_images
 from moatlab.models.bare import read_bare
 from moatlab.models.foreign import Foreign, is_foreign, is_named, load_foreign, resolve
@@ -141,8 +142,9 @@ def _foreign_target(
 ) -> Target:
     if data is None:
         raise UserError(f"{source} does not name its images; name them with --data")
-    is_folder = data not in KNOWN_SIZES and Path(data).expanduser().is_dir()
-    images = read(data, image_size=found.image_size if is_folder else None)
+    folder = Path(data).expanduser()
+    photos = data not in KNOWN_SIZES and folder.is_dir() and shape_of(list_folder(folder), None).image_size
+    images = read(data, image_size=found.image_size if photos else None)  # images of one size stay as they are
     theirs, ours = ([name.lower() for name in names] for names in (found.classes, images.classes))
     if theirs and theirs != ours:
         few = [", ".join(names[:3]) for names in (theirs, ours)]
