@@ -487,6 +487,43 @@ def test_a_copy_that_is_still_tied_to_its_model_is_not_attacked():
     assert evaluate(model, x, y, attacks=["pgd50"], eps=0.5).accuracy["pgd50"] == 0
 
 
+class Reversed(torch.autograd.Function):
+    """The identity, whose gradient has the wrong sign."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        return -gradient
+
+
+def test_a_copy_with_other_gradients_is_not_attacked(aloud, capsys):
+    """A hook of BatchNorm, which the copy has not, turns the gradient back: the outputs of both are the same."""
+    expected = evaluate(network(), *images(16, network()), attacks=["pgd50"], eps=0.08)
+    layers = network()
+    layers[1].register_full_backward_hook(lambda _m, inputs, _o: tuple(-gradient for gradient in inputs))
+    model = nn.Sequential(*layers[:2], Returns(Reversed.apply), *layers[2:]).eval()
+    capsys.readouterr()
+    result = evaluate(model, *images(16, network()), attacks=["pgd50"], eps=0.08, verbose=True)
+    assert "attacking the model itself instead of a faster copy: the gradients of its copy differ" in (
+        capsys.readouterr().err
+    )
+    assert result.broken_by == expected.broken_by
+    assert result.accuracy["pgd50"] < 0.5 < result.accuracy["clean"]
+    assert not result.flags
+
+
+def test_only_the_copy_of_a_model_made_in_inference_mode_is_differentiated():
+    with torch.inference_mode():
+        model = network()
+    x, y = images(16, network())
+    result = evaluate(model, x, y, attacks=["pgd50"], eps=0.08)
+    assert result.broken_by == evaluate(network(), x, y, attacks=["pgd50"], eps=0.08).broken_by
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 class Caching(nn.Module):
     """Keeps a tensor for each batch size it meets, and differentiates through it."""
 

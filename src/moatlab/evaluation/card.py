@@ -13,7 +13,7 @@ from moatlab.attacks.norms import Norm, Threat
 from moatlab.data.images import Images
 from moatlab.evaluation.checks import check_attacks
 from moatlab.evaluation.evaluator import evaluate
-from moatlab.evaluation.red_flags import Flag, Measured, Verdicts, WithoutGradients
+from moatlab.evaluation.red_flags import Flag, Measured, Verdicts, WithoutGradients, judge
 from moatlab.evaluation.result import Audit, Evaluation, Result, Settings, Share, first_broken_by, merged, summarise
 from moatlab.evaluation.state import discard, for_one_process, pieces
 from moatlab.evaluation.target import Subject, Target
@@ -206,7 +206,7 @@ def make_card(result: Evaluation, target: Target, environment: dict[str, str | i
         settings=result.settings,
         results=result.results,
         all_attacks=result.all_attacks,
-        flags=result.flags,
+        flags=judge(result.measured, result.broken_by, chosen_on_test=target.subject.chosen_on_test),
         measured=result.measured,
         adversarial=saved,
         environment=environment,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moatlab.attacks.catalog import check_names
+from moatlab.attacks.norms import distance
 from moatlab.attacks.probe import Probe, frozen
 from moatlab.models.graphs import has_gradients
 from moatlab.models.outputs import check_logits
@@ -74,14 +75,14 @@ def images_at_once(pixels: int) -> int:
 
 
 def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:
-    """A faster copy to attack; None if there can be none, or if its outputs differ from the model's.
+    """A faster copy to attack; None if there can be none, or if its outputs or input gradients differ from the model's.
 
-    BatchNorm in eval mode is replaced by a product and a sum, whose gradient is cheaper. The copy is tested after the
-    model ran on other images, since a hook may still tie it to the model, and differentiated after inference mode.
+    BatchNorm in eval mode is replaced by a product and a sum, whose gradient is cheaper; its hooks are lost. The copy
+    is tested after the model ran on other images, since a hook may still tie it to the model, and differentiated after
+    inference mode.
     """
     if not has_gradients(model):
         return None
-    y = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     try:
         with users_code("it can't be copied"), frozen(model):  # a ScriptModule copies parameters as computed tensors
             twin: nn.Module = copy.deepcopy(model)
@@ -92,15 +93,28 @@ def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:
             with torch.no_grad():
                 model(1 - x)
             answers = [(probe.logits(part), part) for part in (x, x[:3])]
-            probe.gradient(x[:3], y[:3])
+            least_likely = answers[1][0].argmin(1)  # for this class, cross-entropy does not saturate
+            gradient, _ = probe.gradient(x[:3], least_likely)
             with torch.no_grad():
                 pairs = [(answer, model(part)) for answer, part in answers]
         if not all((answer - own).abs().max() <= 1e-3 * own.abs().max().clamp(min=1e-6) for answer, own in pairs):
             raise UserError("the outputs of its copy differ")
+        if any(one.is_inference() for one in (*model.parameters(), *model.buffers())):
+            return twin  # only the copy can be differentiated
+        with users_code("its gradients can't be compared with those of its copy"):
+            own_gradient, _ = Probe(model, memory_format=torch.contiguous_format).gradient(x[:3], least_likely)
+        if far_apart(gradient, own_gradient):
+            raise UserError("the gradients of its copy differ")
     except UserError as error:
         note(f"attacking the model itself instead of a faster copy: {error}")
         return None
     return twin
+
+
+def far_apart(gradient: Tensor, own: Tensor) -> bool:
+    """Whether an image's gradients differ by over a tenth of their length. Rounding, which may move the kink of a ReLU
+    or the maximum of a pool, changes far less."""
+    return bool((distance(gradient - own, "l2") > 0.1 * distance(own, "l2")).any())
 
 
 class ScaleAndShift(nn.Module):

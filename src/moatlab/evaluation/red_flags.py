@@ -13,13 +13,14 @@ from moatlab.attacks.losses import is_wrong
 from moatlab.attacks.norms import Threat, distance
 from moatlab.attacks.probe import Probe
 from moatlab.evaluation.checks import Outputs
-from moatlab.runtime.intervals import wilson
+from moatlab.runtime.intervals import paired, wilson
 
 # For each attack and image: what broke it; None: robust; "clean", or "before" in the audit: misclassified already.
 Verdicts = dict[str, list[str | None]]
 SAMPLE, STEPS = 200, 20
 ENOUGH = 50  # images; on fewer, the interval of almost any accuracy includes guessing
 PASSES = 2 + 2 * STEPS  # per image, roughly: many images break early
+USUAL_GAP = 0.06  # PGD accuracy minus AutoAttack's is at most this; about 0.04 for most models
 
 MEANING = {
     "square-beats-gradients": "Square, which uses no gradients, broke images that no gradient attack broke: gradients "
@@ -34,6 +35,25 @@ MEANING = {
     "no-better-than-guessing": "the model may only guess the most frequent class: train longer, or use more images.",
     "catastrophic-overfitting": "the model is robust to the single step of FGSM only, not to stronger attacks.",
     "audit-broke-more": "a new seed and more restarts broke over 1 % of the robust images: attacks had not converged.",
+    "pgd-far-above-aa": "AutoAttack breaks far more images than PGD, as after label smoothing: report aa only.",
+    "epoch-chosen-on-test": "the epoch was chosen on test images, so its accuracies on these are too high.",
+}
+
+# When each is raised, briefly; docs/evaluation.md has the exact rules.
+RAISED_IF = {
+    "square-beats-gradients": "Square broke over 0.2 % of the images that no gradient attack broke",
+    "pgd-weaker-than-fgsm": "PGD accuracy over 1 point above FGSM accuracy",
+    "fgsm-above-clean": "FGSM accuracy above clean accuracy",
+    "zero-gradients": "no gradient on over 5 % of the correct images",
+    "randomised": "two forward passes differ by over 0.01 % of the largest logit",
+    "probabilities": "all outputs at least 0, with sum 1",
+    "rises-with-eps": "PGD-20 accuracy over 2 points higher at a larger radius",
+    "not-zero-at-half": "PGD-20 accuracy over 1 % at radius 0.5",
+    "no-better-than-guessing": "95 % interval of clean accuracy includes the share of the most frequent class",
+    "catastrophic-overfitting": "a stronger attack's accuracy over 10 points below FGSM's and under half of it",
+    "audit-broke-more": "the audit broke over 1 % of the images it attacked",
+    "pgd-far-above-aa": "95 % interval of PGD minus AutoAttack accuracy above 6 points",
+    "epoch-chosen-on-test": "the best epoch of a run that monitored test images",
 }
 
 
@@ -103,10 +123,14 @@ def measure(
     )
 
 
-def judge(measured: Measured | WithoutGradients, broken_by: Verdicts) -> list[Flag]:
+def judge(
+    measured: Measured | WithoutGradients, broken_by: Verdicts, *, chosen_on_test: bool = False
+) -> list[Flag]:
     """The red flags. Accuracies on all images are preferred to those on the sample; differences of two or three images
-    are ignored."""
+    are ignored. `chosen_on_test`: see `Subject`."""
     raised = _seen_in_outputs(measured, broken_by["clean"])
+    if chosen_on_test:
+        raised["epoch-chosen-on-test"] = "its run monitored test images"
     if isinstance(measured, WithoutGradients):
         return _as_flags(raised)
     accuracy = {name: verdicts.count(None) / len(verdicts) for name, verdicts in broken_by.items() if name != AUDIT}
@@ -142,6 +166,8 @@ def judge(measured: Measured | WithoutGradients, broken_by: Verdicts) -> list[Fl
     audited = [verdict for verdict in broken_by.get(AUDIT, []) if verdict != "before"]
     if (more := len(audited) - audited.count(None)) > 0.01 * len(audited):
         raised["audit-broke-more"] = f"{more} of {len(audited)} images"
+    if gap := _pgd_far_above_aa(broken_by):
+        raised["pgd-far-above-aa"] = gap
     return _as_flags(raised)
 
 
@@ -173,6 +199,24 @@ def _only_square(broken_by: Verdicts) -> tuple[int, int]:
             return 0, 0
         left = [own for own, *rest in zip(broken_by["square"], *others, strict=True) if not any(rest)]
     return left.count("square"), len(left)
+
+
+def _pgd_far_above_aa(broken_by: Verdicts) -> str | None:
+    """The accuracies, if the 95 % interval of their difference, paired by image, is above the usual one.
+
+    PGD is `pgd50`; without it the Auto-PGD on cross-entropy, with which AutoAttack begins.
+    """
+    ensemble = next((name for name in ("aa", "aa-fast") if name in broken_by), None)
+    if ensemble is None:
+        return None
+    alone = [verdict if verdict in ("clean", "apgd-ce") else None for verdict in broken_by[ensemble]]
+    name, pgd = ("pgd50", broken_by["pgd50"]) if "pgd50" in broken_by else ("apgd-ce", alone)
+    robust = [[verdict is None for verdict in verdicts] for verdicts in (pgd, broken_by[ensemble])]
+    difference = paired([[verdicts] for verdicts in robust], [1, -1])
+    if difference.value - difference.half() <= USUAL_GAP:
+        return None
+    shares = [sum(verdicts) / len(verdicts) for verdicts in robust]
+    return f"{_of(name, shares[0])}, {_of(ensemble, shares[1])}"
 
 
 def _of(name: str, value: float) -> str:

@@ -1,6 +1,7 @@
 """Load what is evaluated: a run folder, a weights file, a factory or a model from elsewhere, with its test images."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ class Subject(BaseModel, extra="forbid", strict=True):
     weights: str | None  # the checksum in its file
     unfinished: str | None = None  # progress of its run, in the file only if that is not finished
     preprocessing: str | None = None  # what was assumed about images, in the file only if something was
+    chosen_on_test: bool = False  # the epoch, by test accuracy; in the file only if so
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def load_target(
         weights=description.get("sha256"),
         unfinished=progress_of(path) if path is not None and path.is_dir() else None,
         preprocessing=assumed,
+        chosen_on_test=path is not None and wanted == own_data and is_chosen_on_test(path, which),
     )
     threat = Threat.of(description.get("eps"), str(description.get("norm", "linf")))
     return Target(network, subject, card, images, threat)
@@ -195,6 +198,21 @@ def progress_of(run: Path) -> str | None:
     except UserError:
         return None
     return None if record.status == "finished" else record.progress
+
+
+def is_chosen_on_test(run: Path, which: str) -> bool:
+    """Whether recipe or record of the run show that the epoch of these weights was chosen on test images.
+
+    `moat train` chooses the best epoch, or the one of a rollback, without test images; other programs may not.
+    """
+    watched, chosen = set(), which == "best"
+    with suppress(UserError):
+        watched.add(load_recipe(run / RunFile.RECIPE).monitor)
+    with suppress(UserError):
+        record = RunFolder(run).read_record()
+        watched.add(record.data.get("monitor"))
+        chosen = chosen or record.kept_epoch is not None
+    return chosen and "test" in watched
 
 
 def image_size_for(data: str, own_data: Any, description: dict[str, Any]) -> int | None:

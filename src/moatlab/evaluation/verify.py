@@ -63,7 +63,7 @@ def verify_card(
     failures = report["failures"]
     if not unchanged:
         failures.append("the card is damaged, or was changed after it was written: its checksum does not match")
-    if inconsistent := _inconsistency(card):
+    if inconsistent := inconsistency(card):
         failures.append(inconsistent)
     if mismatch := card.mismatch(model=target.sha256, data=images.sha256, threat=None):
         failures.append(f"the card does not match this model and these images: {mismatch}")
@@ -107,7 +107,7 @@ def verify_card(
     return report
 
 
-def _inconsistency(card: Card) -> str | None:
+def inconsistency(card: Card) -> str | None:
     """What in a card does not follow from its verdicts."""
     broken_by, count = card.broken_by, card.data.images
     if {card.settings.images, *map(len, broken_by.values())} != {count}:
@@ -126,7 +126,8 @@ def _inconsistency(card: Card) -> str | None:
         return "the accuracies do not match the verdicts"
     if card.first_broken_by != first:
         return "the list of what broke each image first does not match the verdicts"
-    if missing := {flag.name for flag in judge(card.measured, broken_by)} - {flag.name for flag in card.flags}:
+    raised = judge(card.measured, broken_by, chosen_on_test=card.subject.chosen_on_test)
+    if missing := {flag.name for flag in raised} - {flag.name for flag in card.flags}:
         return f"its numbers raise a red flag that it does not list: {min(missing)}"
     return None
 
