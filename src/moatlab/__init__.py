@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moatlab.methods.batches import add_stage
     from moatlab.methods.language import parse_method
     from moatlab.models.registry import load
+    from moatlab.report.leaderboard import write_leaderboard
     from moatlab.report.page import write_report
     from moatlab.reproduce.comparison import compare
     from moatlab.runtime.errors import RunFailed, UserError
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from moatlab.training.recipe import Recipe
 
 __all__ = ["Recipe", "RunFailed", "TrainedRun", "UserError", "add_stage", "as_images", "compare", "evaluate", "load"]
-__all__ += ["load_images", "make_batch", "make_recipe", "measure", "parse_method", "train", "write_report"]
+__all__ += ["load_images", "make_batch", "make_recipe", "measure", "parse_method", "train", "write_leaderboard"]
+__all__ += ["write_report"]
 
 _public = lazily(
     __name__,
@@ -39,6 +41,7 @@ _public = lazily(
         "methods.batches": "add_stage",
         "methods.language": "parse_method",
         "models.registry": "load",
+        "report.leaderboard": "write_leaderboard",
         "report.page": "write_report",
         "reproduce.comparison": "compare",
         "runtime.errors": "RunFailed UserError",

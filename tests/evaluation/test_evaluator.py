@@ -499,7 +499,7 @@ class Reversed(torch.autograd.Function):
         return -gradient
 
 
-def test_a_copy_with_other_gradients_is_not_attacked(aloud, capsys):
+def test_a_copy_with_other_gradients_is_not_attacked(capsys):
     """A hook of BatchNorm, which the copy has not, turns the gradient back: the outputs of both are the same."""
     expected = evaluate(network(), *images(16, network()), attacks=["pgd50"], eps=0.08)
     layers = network()

@@ -90,25 +90,38 @@ def split_methods(texts: tuple[str, ...]) -> list[str] | None:
     return [method for text in texts for method in re.split(r"(?<![|\s])\s+(?![|\s])", text.strip()) if method] or None
 
 
-@click.command("report", cls=shared.Grouped, short_help="Write an HTML report about runs.")
-@click.argument("runs", nargs=-1, required=True, type=shared.FILE)
-@click.option("-o", "--out", type=shared.FILE, help="Output file  [default: report.html in RUNS]")
+@click.command("report", cls=shared.Grouped, short_help="Write an HTML report about runs, or a leaderboard.")
+@click.argument("runs", metavar="RUNS|CARDS...", nargs=-1, required=True, type=shared.FILE)
+@click.option("-o", "--out", type=shared.FILE, help="Output file  [default: report.html in RUNS, or leaderboard.html]")
 @shared.data_dir_option
 @shared.trust_option
-def report_command(runs: tuple[Path, ...], **options: Any) -> None:
-    """Write an HTML report about one run or several: accuracies, training curves, adversarial examples.
+def report_command(runs: tuple[Path, ...], out: Path | None, **options: Any) -> None:
+    """Write an HTML report about one run or several, or a leaderboard of evaluated models.
 
     \b
     moat report runs/moat-2_mini_s0
     moat report runs/demo_s0 -o report.html  all runs in a folder
     moat report runs/fgsm runs/fast          writes runs/report_fgsm_fast.html
+    moat report runs/*/eval.json             leaderboard of these cards
 
-    The page needs no network. Robustness by radius, examples and the loss surface are measured once and cached in the
-    run's portrait.json. Missing files are listed on the page.
+    A report has accuracies, training curves and adversarial examples. Robustness by radius, examples and the loss
+    surface are measured once and cached in the run's portrait.json. Missing files are listed on the page.
+
+    With cards (or folders of cards, such as *.eval.json) instead of runs it is a leaderboard: robust and clean
+    accuracy, cost and red flags of each model, as .html and, with the same name, as .json and .md.
+
+    The pages need no network.
     """
+    from moatlab.report.board import is_about_cards
+
+    if is_about_cards(runs):
+        from moatlab.report.leaderboard import write_leaderboard
+
+        click.echo(f"leaderboard: {', '.join(map(str, write_leaderboard(runs, out)))}")
+        return
     from moatlab.report.page import write_report
 
-    click.echo(f"report: {write_report(list(runs), **options)}")
+    click.echo(f"report: {write_report(list(runs), out, **options)}")
 
 
 @click.command("export", cls=shared.Grouped, short_help="Export a model for other tools.")

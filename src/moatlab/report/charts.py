@@ -45,12 +45,13 @@ class Frame:
     x_low: float
     x_high: float
     y_high: float
+    y_low: float = 0.0
 
     def x(self, value: float) -> float:
         return LEFT + (value - self.x_low) / (self.x_high - self.x_low or 1) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - value / (self.y_high or 1) * (HEIGHT - TOP - BOTTOM)
+        return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low or 1) * (HEIGHT - TOP - BOTTOM)
 
     def path(self, points: Sequence[Point]) -> str:
         return "M" + "L".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
@@ -99,18 +100,24 @@ def line_chart(
 
 
 def scatter(
-    points: Sequence[tuple[str, int, float, float]], *, x_label: str, y_label: str, front: Sequence[Point] = ()
+    points: Sequence[tuple[str, int, float, float]],
+    *,
+    x_label: str,
+    y_label: str,
+    unit: str = "",
+    front: Sequence[Point] = (),
+    from_zero: bool = True,
 ) -> Markup:
-    """Named points (name, colour, x, y in percent) and a line through the Pareto `front`."""
-    highest = max((y for *_, y in points), default=1.0)
-    widest = max((x for _, _, x, _ in points), default=1.0)
-    frame = Frame(0.0, widest * 1.12 or 1.0, max(highest * 1.15, 1.0))
+    """Named points (name, colour, x, y in percent) and a line through the Pareto `front`. `from_zero`: the axes begin
+    at zero, not at the points. `unit` of x, shown on hover; by default its label."""
+    frame = _frame(points) if from_zero else _close_frame(points)
     parts = _axes(frame, x_label, y_label)
     if len(front) > 1:
         parts.append(tag("path", class_="front", d=frame.path(front)))
-    taken: list[tuple[float, float, float]] = []  # the left and right ends of names, and their heights
+    # The left and right ends of points and names, and their heights.
+    taken = [(frame.x(x) - 7, frame.x(x) + 7, frame.y(y) + 4) for _, _, x, y in points]
     for name, colour, x, y in sorted(points, key=lambda point: (point[2], point[3])):
-        parts.append(tag("circle", class_=f"big s{colour % COLOURS}", cx=frame.x(x), cy=frame.y(y), r=6))
+        point = [tag("circle", class_=f"big s{colour % COLOURS}", cx=frame.x(x), cy=frame.y(y), r=6)]
         length, y_name = 7.5 * len(name), frame.y(y) + 4
         begin = frame.x(x) + 10 if frame.x(x) + 10 + length < WIDTH else frame.x(x) - 10 - length
         while any(abs(y_name - y_) < 13 and begin < end and begin + length > start for start, end, y_ in taken):
@@ -119,9 +126,25 @@ def scatter(
             taken.append((begin, begin + length, y_name))
             right = begin > frame.x(x)  # of its point
             x_name, anchor = (begin, "start") if right else (begin + length, "end")
-            parts.append(tag("text", name, class_="name", x=x_name, y=y_name, text_anchor=anchor))
+            point.append(tag("text", name, class_="name", x=x_name, y=y_name, text_anchor=anchor))
+        parts.append(tag("g", *point, data_name=name))
     values = [_values(name, colour, [(x, y)]) for name, colour, x, y in points]
-    return _figure(parts, f"{y_label} by {x_label}", frame, kind="points", series=values, unit=x_label)
+    return _figure(parts, f"{y_label} by {x_label}", frame, kind="points", series=values, unit=unit or x_label)
+
+
+def _frame(points: Sequence[tuple[str, int, float, float]]) -> Frame:
+    highest = max((y for *_, y in points), default=1.0)
+    widest = max((x for _, _, x, _ in points), default=1.0)
+    return Frame(0.0, widest * 1.12 or 1.0, max(highest * 1.15, 1.0))
+
+
+def _close_frame(points: Sequence[tuple[str, int, float, float]]) -> Frame:
+    """Both axes are in percent, with a margin of a tenth, at least 2.5 points."""
+    bounds = []
+    for values in ([x for _, _, x, _ in points], [y for *_, y in points]):
+        margin = max(0.1 * (max(values) - min(values)), 2.5)
+        bounds += [max(min(values) - margin, 0.0), min(max(values) + margin, 100.0)]
+    return Frame(bounds[0], bounds[1], bounds[3], bounds[2])
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
@@ -164,7 +187,7 @@ def surface(loss: list[list[float]], wrong: list[list[int]]) -> Markup:
 
 def _axes(frame: Frame, x_label: str, y_label: str) -> list[Markup]:
     parts = []
-    for value in ticks(0, frame.y_high):
+    for value in ticks(frame.y_low, frame.y_high):
         y = frame.y(value)
         parts.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
         parts.append(tag("text", f"{value:g}", class_="tick", x=LEFT - 6, y=y + 4, text_anchor="end"))
@@ -187,5 +210,5 @@ def _figure(parts: Sequence[str], label: str, frame: Frame | None = None, **char
     drawing = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
     if frame is None:
         return tag("div", drawing, class_="plot")
-    axes = {"x": [frame.x_low, frame.x_high, LEFT, WIDTH - RIGHT], "y": [0.0, frame.y_high, HEIGHT - BOTTOM, TOP]}
-    return tag("div", drawing, class_="plot", data_chart=json.dumps({**chart, "view": [WIDTH, HEIGHT], **axes}))
+    x, y = [frame.x_low, frame.x_high, LEFT, WIDTH - RIGHT], [frame.y_low, frame.y_high, HEIGHT - BOTTOM, TOP]
+    return tag("div", drawing, class_="plot", data_chart=json.dumps({**chart, "view": [WIDTH, HEIGHT], "x": x, "y": y}))

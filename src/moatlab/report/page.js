@@ -27,7 +27,8 @@ for (const plot of document.querySelectorAll("[data-chart]")) {
     const box = plot.getBoundingClientRect(), scale = box.width / chart.view[0];
     const x = (event.clientX - box.left) / scale, y = (event.clientY - box.top) / scale;
     let best = null;
-    for (const series of chart.series) series.x.forEach((value, index) => {
+    const hidden = (plot.dataset.without || "").split("\n");
+    for (const series of chart.series) if (!hidden.includes(series.name)) series.x.forEach((value, index) => {
       const dx = at(chart.x, value) - x, dy = chart.kind === "points" ? at(chart.y, series.y[index]) - y : 0;
       const far = dx * dx + dy * dy;
       if (!best || far < best.far) best = { far, value, series, index };

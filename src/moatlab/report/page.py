@@ -1,30 +1,23 @@
-"""The report: one self-contained HTML file about one run or several.
+"""The report: one self-contained HTML file about one run or several."""
 
-The template escapes all text, and the page's security policy allows only its own script, by hash.
-"""
-
-import base64
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
 from markupsafe import Markup
 
 from moatlab.attacks.catalog import CATALOG, NAMES, WATCHED
 from moatlab.attacks.norms import Threat
 from moatlab.report.charts import COLOURS, Series, line_chart, pareto, scatter, surface
 from moatlab.report.plots import plot_portrait, plot_run
+from moatlab.report.template import fill, refuse_folder, write_text
 from moatlab.report.views import RunView, Source, find_runs, gather
 from moatlab.runtime.console import duration, rounded, verbosity, warn
 from moatlab.runtime.errors import NotWritten, RunFailed, UserError
-from moatlab.runtime.files import RunFile, atomic, make_folder, remove_leftovers
+from moatlab.runtime.files import RunFile
 from moatlab.training.api import TrainedRun
 
-HERE = Path(__file__).parent
 ACCURACIES = dict(zip(WATCHED, (6, 4, 1), strict=True))  # with their colours
 LONG = {"first_broken_by", "broken_by", "adversarial"}  # fields of a card that are not shown
 LONGEST_NAME = 80  # of the page of several runs
@@ -85,8 +78,7 @@ def _write(
     top: dict[str, Any] | None = None,
 ) -> None:
     """`top` is shown above the runs: tables and claims. `trained`: runs whose models are in memory, by folder."""
-    if out.is_dir():
-        raise UserError(f"{out} is a folder; give a file, such as {out / RunFile.REPORT}")
+    refuse_folder(out, RunFile.REPORT)
     source = Source(Path(data_dir) if data_dir else None, trust_model_code, trained or {})
     views = gather(folders, source)
     for view in views:
@@ -94,11 +86,7 @@ def _write(
             draw_pictures(view)
         except NotWritten as error:
             view.problems.append(str(error))
-    page = render(views, title=title, top=top)
-    make_folder(out.parent)
-    remove_leftovers(out)
-    with atomic(out) as file:
-        file.write(page.encode(errors="replace"))  # file names may be invalid Unicode
+    write_text(out, render(views, title=title, top=top))
 
 
 def draw_pictures(view: RunView) -> None:
@@ -111,20 +99,16 @@ def draw_pictures(view: RunView) -> None:
 
 
 def render(views: list[RunView], *, title: str | None = None, top: dict[str, Any] | None = None) -> str:
-    template, style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     problems = []
     for folder, problem in [(str(view.folder), problem) for view in views for problem in view.problems]:
         problems.append(problem if folder in problem else f"{folder}: {problem}")
         warn(problems[-1])
     columns = [name for name in NAMES if any(name in view.accuracy for view in views)]
     settings = {view.recipe.setting for view in views if view.recipe}
-    return environment.from_string(template).render(
+    return fill(
+        "page",
         title=title or (", ".join(view.label for view in views) if len(views) <= 4 else f"{len(views)} runs"),
         settings=settings if len(settings) == 1 else (),
-        style=Markup(style),  # contains no text of a run
-        script=Markup(script),
-        script_hash=f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
         warnings=_warnings(views) + ([("in the tables", flag) for flag in top["flags"]] if top else []),
         problems=problems + (top["failures"] if top else []),
         columns=columns,
@@ -137,7 +121,6 @@ def render(views: list[RunView], *, title: str | None = None, top: dict[str, Any
         accuracies=ACCURACIES,
         duration=duration,
         rounded=rounded,
-        version=version("moatlab"),
         top=top,
     )
 
@@ -167,7 +150,8 @@ def _note_on_columns(views: list[RunView]) -> str:
             clean = 100 * card.results["clean"].accuracy
             attacks = ", ".join(name for name in card.results if name != "clean")
             note += f" {view.label}: clean {clean:.1f} % on the {card.data.images:,} images of {attacks}."
-    return note
+    unlike = [name for name in NAMES if len({view.images[name] for view in views if name in view.images}) > 1]
+    return note + (f" Measured on different images, so not comparable: {', '.join(unlike)}." if unlike else "")
 
 
 def _plots(views: list[RunView]) -> list[dict[str, Any]]:
@@ -202,12 +186,15 @@ def _against_cost(views: list[RunView]) -> dict[str, Any] | None:
     costs = {number: view.record.counted["passes"] for number, view in tried.items() if view.record}
     points = [(view.label, number, costs[number], 100 * view.accuracy[names[0]]) for number, view in tried.items()]
     threats = {(view.recipe.data, view.recipe.threat) if view.recipe else None for view in tried.values()}
-    front = pareto([(x, y) for _, _, x, y in points]) if len(threats) == 1 else []
+    counts = {view.images[names[0]] for view in tried.values()}
+    front = pareto([(x, y) for _, _, x, y in points]) if len(threats) == len(counts) == 1 else []
     y_label = f"accuracy under {names[0]} (%)"
     drawing = scatter(points, x_label="passes over the training set", y_label=y_label, front=front)
     note = "Robustness and training cost."
     if len(threats) > 1:
         note += " The runs differ in data, norm or radius: their robustness is not comparable."
+    elif len(counts) > 1:
+        note += " The runs were measured on different numbers of images: their robustness is not comparable."
     elif len(front) > 1:  # else one run beats all others
         note = "Dashed line: the runs that no other beats in both robustness and cost (Pareto front)."
     return _plot("cost", "Robustness against cost", drawing, note, views, tried)

@@ -57,6 +57,15 @@ class RunView:
         return found
 
     @property
+    def images(self) -> dict[str, int]:
+        """The number of test images behind each of these accuracies."""
+        final = self.record.final if self.record else None
+        found = dict.fromkeys(WATCHED, int(final["images"])) if final else {}
+        for card in sorted(self.cards, key=lambda card: card.data.images):
+            found |= dict.fromkeys(card.results, card.data.images)
+        return found
+
+    @property
     def flags(self) -> list[Flag]:
         return list({flag.name: flag for card in self.cards for flag in card.flags}.values())
 
