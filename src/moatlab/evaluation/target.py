@@ -205,7 +205,7 @@ def is_chosen_on_test(run: Path, which: str) -> bool:
 
     `moat train` chooses the best epoch, or the one of a rollback, without test images; other programs may not.
     """
-    watched, chosen = set(), which == "best"
+    chosen, watched = which == "best", set[str | None]()
     with suppress(UserError):
         watched.add(load_recipe(run / RunFile.RECIPE).monitor)
     with suppress(UserError):

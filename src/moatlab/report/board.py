@@ -111,8 +111,9 @@ def make_board(paths: Sequence[Path]) -> Board:
         models.setdefault((card.subject.sha256, card.subject.model), []).append((path, card))
     tables = [_table(list(models.values())) for models in groups.values()]
     tables.sort(key=lambda table: (-len(table.rows), table.title))
+    names = Counter(name for name, _ in {(table.data, table.data_sha256) for table in tables})
     for table in tables:
-        if len({other.data_sha256 for other in tables if other.data == table.data}) > 1:
+        if names[table.data] > 1:
             table.data += f" (checksum {table.data_sha256[:8]})"
     return Board(warnings=_differences(tables), tables=tables)
 
@@ -130,6 +131,7 @@ def _differences(tables: list[Table]) -> list[str]:
 
 def _table(models: list[list[tuple[Path, Card]]]) -> Table:
     rows = [_row(cards) for cards in models]
+    _name(rows)
     counts = Counter(name for row in rows for name in row.results if name != "clean")
 
     def strength(name: str) -> tuple[bool, int, bool, int]:
@@ -156,7 +158,6 @@ def _table(models: list[list[tuple[Path, Card]]]) -> Table:
         warnings=[],
         rows=rows,
     )
-    _name(rows)
     table.warnings = _cautions(table)
     return table
 

@@ -1,6 +1,7 @@
 """The leaderboard as a sortable HTML page, as Markdown and as JSON, with the same numbers."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,8 @@ def _shown(table: Table) -> dict[str, Any]:
     rows = [
         {"row": row, "colour": number % COLOURS, "cells": cells(row, table)} for number, row in enumerate(table.rows)
     ]
-    charts = [
-        (name, _chart(table, name)) for name in table.attacks if sum(name in row.results for row in table.rows) > 1
-    ]
+    tried = Counter(name for row in table.rows for name in row.results)
+    charts = [(name, _chart(table, name)) for name in table.attacks if tried[name] > 1]
     return {"table": table, "columns": columns(table), "rows": rows, "charts": charts}
 
 
