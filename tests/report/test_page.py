@@ -279,6 +279,16 @@ def test_of_two_cards_the_one_of_more_images_shows_the_clean_accuracy(moat, runs
     assert "clean 98.7 % on the 5 images of fgsm" in page.text  # a note below the table
 
 
+def test_runs_measured_on_different_numbers_of_images_are_not_compared(moat, runs):
+    page, _, _ = page_of(moat, runs)
+    assert "not comparable" not in page.text
+    assert moat("eval", runs / "moat-2", "--attacks", "pgd7", "--n", 10).code == 0
+    page, _, _ = page_of(moat, runs)
+    assert "Measured on different images, so not comparable: clean, pgd7." in page.text
+    assert "The runs were measured on different numbers of images: their robustness is not comparable." in page.text
+    assert "Pareto" not in page.text
+
+
 def test_misshapen_files_with_good_checksums_are_named_or_measured_again(moat, runs):
     """Whoever writes them can make a checksum that fits."""
     run = runs / "fgsm"

@@ -210,7 +210,7 @@ def _cost(path: Path, card: Card) -> tuple[float | None, float | None]:
 
 
 def _name(rows: list[Row]) -> None:
-    """Shorten names to the last part of their paths where these differ; tell equal names apart by their cards."""
+    """Shorten names to the last part of their paths where these differ; equal names are followed by their cards."""
     whole = [row.name for row in rows]
     short = [Path(name).name or name for name in whole]
     for row, name in zip(rows, short, strict=True):
