@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -84,7 +85,10 @@ def channels_last_copy(model: nn.Module, x: Tensor) -> nn.Module | None:
     if not has_gradients(model):
         return None
     try:
-        with users_code("it can't be copied"), frozen(model):  # a ScriptModule copies parameters as computed tensors
+        # A ScriptModule copies trained parameters as computed tensors.
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+        still = frozen(model) if scripted else nullcontext()
+        with users_code("it can't be copied"), still:
             twin: nn.Module = copy.deepcopy(model)
         replace_batchnorm(twin)
         with users_code("its copy can't run in channels last and inference mode"):

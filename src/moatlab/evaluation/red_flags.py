@@ -123,9 +123,7 @@ def measure(
     )
 
 
-def judge(
-    measured: Measured | WithoutGradients, broken_by: Verdicts, *, chosen_on_test: bool = False
-) -> list[Flag]:
+def judge(measured: Measured | WithoutGradients, broken_by: Verdicts, *, chosen_on_test: bool = False) -> list[Flag]:
     """The red flags. Accuracies on all images are preferred to those on the sample; differences of two or three images
     are ignored. `chosen_on_test`: see `Subject`."""
     raised = _seen_in_outputs(measured, broken_by["clean"])
