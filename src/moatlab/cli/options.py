@@ -69,7 +69,7 @@ GROUPS = {
     "Threat model": "eps eps_warmup norm bn_in_attack",
     "Optimisation": "epochs optimizer schedule warmup lr momentum cycle_momentum weight_decay batch_size "
     "average average_decay label_smoothing awp",
-    "Monitoring": "monitor monitor_every monitor_images on_collapse check_every then on_nan",
+    "Monitoring": "monitor monitor_every monitor_images on_collapse check_every then on_nan trackers",
     "Machine": "seed threads device precision deterministic on",
 }
 

@@ -20,6 +20,7 @@ from moatlab.training.making import default_name, draft_recipe, make_recipe
 from moatlab.training.recipe import Recipe, slug
 from moatlab.training.resuming import resumed_recipe
 from moatlab.training.run_folder import RunFolder
+from moatlab.training.trackers import NAMES
 
 
 @click.command("train", cls=shared.WithRecipe, short_help="Train one model.")
@@ -32,6 +33,13 @@ from moatlab.training.run_folder import RunFolder
 @click.option("--checkpoint-every", type=click.FloatRange(min=0), default=600.0, metavar="SECONDS")
 @click.option(
     "--stream/--no-stream", default=None, help="Decode a folder's images per batch  [default: if over 1/4 of memory]"
+)
+@click.option(
+    "--track",
+    "trackers",
+    multiple=True,
+    type=click.Choice(NAMES),
+    help="Where the numbers go as well; may be repeated  [default: tensorboard, if installed]",
 )
 def train_command(
     out: Path | None,
@@ -60,6 +68,7 @@ def train_command(
     plan shows their settings.
     """
     running = {name: options.pop(name) for name in ("data_dir", "max_steps", "checkpoint_every", "stream")}
+    running["trackers"] = options.pop("trackers") or None
     if resume and not (options["method"] or options["file"]):
         if out is None or not (out / RunFile.RECIPE).exists():
             raise UserError(f"there is no run in {out} to resume" if out else "name the run to resume with --out")

@@ -1,6 +1,7 @@
 """Training from Python: `train`, and `train_recipe`, which the command line calls too."""
 
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,14 @@ from moatlab.runtime.device import Machine
 from moatlab.runtime.errors import Interrupted, UserError
 from moatlab.training.best import recipe_within
 from moatlab.training.front import BEST, Prefer
+from moatlab.training.known_trackers import choose_trackers
 from moatlab.training.making import default_name, make_recipe
 from moatlab.training.memory import check_memory
 from moatlab.training.recipe import Recipe, option_name
 from moatlab.training.resuming import resumed_recipe
 from moatlab.training.run_folder import RunFolder, RunRecord
 from moatlab.training.setup import Session
+from moatlab.training.trackers import Tracker
 from moatlab.training.trainer import Trainer
 
 
@@ -64,6 +67,7 @@ def train(
     stream: bool | None = None,
     threads: int | None = None,
     device: str = "auto",
+    trackers: Iterable[str | Tracker] | None = None,
     verbose: bool | None = None,
     **options: Any,
 ) -> TrainedRun:
@@ -76,9 +80,10 @@ def train(
     folder or an .npz file, as for --data; or images and labels: `(x, y)`, a `Dataset` or a `DataLoader`, or two of
     these, `(train, test)`. Images are bytes (N, H, W, C) or floats (N, C, H, W) in [0, 1], which are rounded to bytes.
     `budget` ("30min", "60passes", "2PFLOP") chooses the epochs, and with `method="best"` the method, see `prefer`.
-    All other options of `moat train` are accepted. The run is written
-    to `out` (default: runs/NAME); `resume` continues the run there. `verbose`: print progress on stderr (default: if
-    that is a terminal or a notebook). `train(recipe, folder)` trains a complete recipe.
+    All other options of `moat train` are accepted. The run is written to `out` (default: runs/NAME); `resume` continues
+    the run there. `trackers` get its numbers: names ("tensorboard", "wandb", "mlflow") or your own (default:
+    TensorBoard, if it is installed). `verbose`: print progress on stderr (default: if that is a terminal or a
+    notebook). `train(recipe, folder)` trains a complete recipe.
     """
     own: nn.Module | None = None
     images: Images | None = None
@@ -120,6 +125,7 @@ def train(
         console.note(f"the run is in {folder}")
         where: dict[str, Any] = {"data_dir": data_dir, "stream": stream, "images": images, "model": own}
         run: dict[str, Any] = {"resume": resume, "max_steps": max_steps, "checkpoint_every": checkpoint_every}
+        run["trackers"] = trackers
         try:
             record = train_recipe(recipe, folder, machine=Machine(device, threads), **where, **run)
         except Interrupted as error:
@@ -174,14 +180,16 @@ def train_recipe(
     stream: bool | None = None,
     images: Images | None = None,
     model: nn.Module | None = None,
+    trackers: Iterable[str | Tracker] | None = None,
 ) -> RunRecord:
     """Train a recipe in the folder `out`, and return the run's record.
 
     `resume` continues a stopped run, with the same bits as one that never stopped; a finished one is left unchanged.
     `max_steps`, counted from the first step of the run, stops it early. Processes started by torchrun train together;
     after a restart they resume from the last checkpoint. `stream` leaves the images of a folder on the disk. `images`
-    and `model` are the user's own.
+    and `model` are the user's own. `trackers`: as in `train`.
     """
+    followed = choose_trackers(trackers)
     folder, resume = RunFolder(out), resume or distributed.restarts() > 0
     distributed.connect()
     for name, value in recipe:
@@ -210,7 +218,7 @@ def train_recipe(
         # Again: until the lock was taken, another process may have trained here.
         distributed.from_first(lambda: folder.check(recipe, resume=resume))
         last_step = session.total_steps if max_steps is None else min(max_steps, session.total_steps)
-        return Trainer(session, folder).run(last_step, checkpoint_every)
+        return Trainer(session, folder, followed).run(last_step, checkpoint_every)
 
 
 def _with_same_threads(machine: Machine, folder: RunFolder) -> Machine:

@@ -1,32 +1,36 @@
-"""Progress of a run: the bar, rows on the terminal, lines in metrics.jsonl and events.jsonl, TensorBoard."""
+"""Progress of a run: the bar, rows on the terminal, lines in metrics.jsonl and events.jsonl, trackers."""
 
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from moatlab.runtime import console, distributed
+from moatlab.runtime.errors import NotWritten
 from moatlab.runtime.files import append_line
 from moatlab.training.checkpoint import Progress
 from moatlab.training.monitor import PASSES
 from moatlab.training.recipe import Recipe
-from moatlab.training.run_folder import RunFolder
+from moatlab.training.run_folder import RunFolder, RunRecord
 from moatlab.training.setup import Session
+from moatlab.training.trackers import Tracker, Trackers
 
 FEW_STEPS = 100  # in a whole run
 ROW = "{:>5} {:<10} {:>6} {:>6} {:>5} {:>5} {:>5} {:>5} {:>6} {:>7} {:>9}"
 HEADINGS = ("epoch", "stage", "lr", "loss", "clean", "fgsm", "pgd7", "align", "passes", "train s", "monitor s")
-SCALARS = ("lr", "loss", "clean", "fgsm", "pgd7", "alignment", "passes", "train_seconds", "monitor_seconds")
 
 
 class Logbook:
-    def __init__(self, folder: RunFolder, progress: Progress) -> None:
+    def __init__(self, folder: RunFolder, progress: Progress, trackers: Sequence[Tracker] = ()) -> None:
         self.folder, self.progress = folder, progress
-        self.board: Any = None  # TensorBoard's writer, after the first epoch
+        self.trackers = Trackers(trackers if distributed.is_first() else (), self._left_out)
+
+    def start(self, recipe: Recipe) -> None:
+        self.trackers.call("start", self.folder.path, recipe, self.progress.history)
 
     def epoch(self, line: dict[str, Any], examples: Sequence[Tensor] = ()) -> None:
-        """Write the line of an epoch, or raise NotWritten. `examples`: clean and adversarial images for TensorBoard."""
+        """Write the line of an epoch, or raise NotWritten. `examples`: clean and adversarial images for trackers."""
         if distributed.is_first():
             append_line(self.folder.metrics, line)
         self.progress.history.append(line)
@@ -37,27 +41,7 @@ class Logbook:
         work += [f"{100 * line['pgd7_average']:>9.1f}"] if line.get("pgd7_average") is not None else []
         numbers = [f"{line['lr']:.4f}", f"{line['loss']:.3f}", *measured, *work]
         console.note(ROW.format(line["epoch"], line["stage"][:10], *numbers) + " ".join(["", *numbers[9:]]))
-        if find_spec("tensorboard") and distributed.is_first():
-            self._to_board(lambda: self._show(line, examples))
-
-    def _show(self, line: dict[str, Any], examples: Sequence[Tensor]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        number = line["epoch"]
-        self.board = self.board or SummaryWriter(str(self.folder.path), purge_step=number)
-        for name in [name for name in SCALARS if line[name] is not None]:
-            self.board.add_scalar(name, line[name], number)
-        self.board.add_text("stage", line["stage"], number)
-        for name, images in zip(("images/plain", "images/pgd7"), examples, strict=False):
-            self.board.add_images(name, images, number)
-        self.board.flush()
-
-    def end(self, recipe: Recipe, measured: dict[str, float]) -> None:
-        """The recipe and its results, as TensorBoard's hyperparameters."""
-        if self.board:
-            fields = {name: value for name, value in recipe if isinstance(value, str | int | float)}
-            results = {f"test/{name}": value for name, value in measured.items()}
-            self._to_board(lambda: self.board.add_hparams(fields, results, run_name="."))
+        self.trackers.call("epoch", line, dict(zip(("plain", "pgd7"), examples, strict=False)))
 
     def event(self, name: str, message: str, **facts: Any) -> None:
         """A warning that is also kept in events.jsonl."""
@@ -67,20 +51,17 @@ class Logbook:
         if distributed.is_first():
             append_line(self.folder.events, line)
         progress.events.append(line)
-        if self.board:
-            self._to_board(lambda: self.board.add_text("events", message, progress.epochs_logged))
+        self.trackers.call("event", line)
 
-    def _to_board(self, write: Callable[[], Any]) -> None:
-        """TensorBoard is optional: if it can't write, the run continues without it."""
-        try:
-            write()
-        except OSError as error:
-            self.board = None
-            console.warn(f"TensorBoard's events can't be written ({error.strerror or error}); continuing without them")
+    def _left_out(self, message: str) -> None:
+        with suppress(NotWritten):
+            self.event("tracker left out", message)
 
-    def close(self) -> None:
-        if self.board:
-            self._to_board(self.board.close)
+    def end(self, record: RunRecord | None) -> None:
+        """Tell the trackers how the run has ended."""
+        if record:
+            self.trackers.call("end", record)
+        self.trackers.close()
 
 
 class RunBar(console.Bar):

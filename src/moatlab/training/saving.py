@@ -19,6 +19,7 @@ class Saver:
     def __init__(self, session: Session, folder: RunFolder, progress: Progress, log: Logbook) -> None:
         self.session, self.folder, self.progress, self.log = session, folder, progress, log
         self.environment = environment_of(session)
+        self.record: RunRecord | None = None  # the last one
         self.model: str | None = None  # checksum in the model's file
         self.final: dict[str, Any] | None = None  # accuracies on the test images
         self.verdict: Verdict | None = None
@@ -57,7 +58,7 @@ class Saver:
         sizes = {"trained_on": len(session.batches.y), "held_out": recipe.holdout, "test": len(images.test_y)}
         watched = {"monitor": recipe.monitor, "monitored": len(session.watched_y)}
         best = progress.best_epoch is not None and progress.best_written
-        record = RunRecord(
+        self.record = RunRecord(
             status=status,
             recipe=recipe.sha256,
             method=recipe.method,
@@ -90,5 +91,5 @@ class Saver:
             message=message,
         )
         if distributed.is_first():
-            self.folder.write_record(record)
-        return record
+            self.folder.write_record(self.record)
+        return self.record

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +32,7 @@ from moatlab.training.recipe import Recipe
 from moatlab.training.run_folder import RunFolder, RunRecord
 from moatlab.training.saving import Saver
 from moatlab.training.setup import Session
+from moatlab.training.trackers import Tracker
 
 CHECKED = 128  # watched images in a check within an epoch
 POLL_STEPS = 10  # between two exchanges of signals and clocks among processes
@@ -40,10 +41,10 @@ POLL_STEPS = 10  # between two exchanges of signals and clocks among processes
 class Trainer:
     """A session (what is trained), a folder (where it is written) and the progress."""
 
-    def __init__(self, session: Session, folder: RunFolder) -> None:
+    def __init__(self, session: Session, folder: RunFolder, trackers: Sequence[Tracker] = ()) -> None:
         self.session, self.folder = session, folder
         self.progress, good = start_or_resume(session, folder)
-        self.log = Logbook(folder, self.progress)
+        self.log = Logbook(folder, self.progress, trackers)
         self.guard = NanGuard(session, self.progress, self.log)
         self.policy = CollapsePolicy(session, self.progress, self.log, good)
         self.saver = Saver(session, folder, self.progress, self.log)
@@ -61,6 +62,7 @@ class Trainer:
             with suppress(NotWritten):  # a full disk is reported at the first checkpoint
                 self.saver.write_record("running")
             try:
+                self.log.start(session.recipe)
                 try:
                     self.loop(last_step, checkpoint_every)
                     record = self.save("finished" if self.saver.final else "stopped")
@@ -73,7 +75,7 @@ class Trainer:
                     self.saver.write_record("failed", str(error))
                 raise
             finally:
-                self.log.close()
+                self.log.end(self.saver.record)
         distributed.highest(0)  # no process continues before all files are written
         assert record is not None
         if record.status == "stopped":
@@ -240,7 +242,6 @@ class Trainer:
         measured = self.measure_all(None, images.test_x.to(device), images.test_y.to(device))
         self.saver.final = measured | {"images": len(images.test_y)}
         self.saver.verdict = outcome_of(self.progress.history, len(images.classes))
-        self.log.end(self.session.recipe, measured)
 
     def measure_all(self, epoch: int | None, x: Tensor, y: Tensor, keep: list[Tensor] | None = None) -> dict[str, Any]:
         """Of the model and, with names that end in _average, of its average, whose buffers are those of `epoch`."""
