@@ -6,7 +6,7 @@ READY := .venv/ready
 # Cache bytecode, of imported modules only (pip runs with --no-compile).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test docs test-browser soak parity bench bench-setup clean
+.PHONY: setup demo test docs test-browser test-trackers soak parity bench bench-setup clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -37,6 +37,16 @@ docs: setup
 # Test the report and the site in headless Chromium (Debian: apt install chromium). `make test` skips this without Chromium.
 test-browser: setup
 	MOAT_BROWSER=required $(BIN)/pytest tests/browser
+
+# Test MLflow and Weights & Biases, without a network, in an environment of their own: build/trackers.
+test-trackers: build/trackers/ready
+	build/trackers/bin/pytest tests/training/test_tracking_services.py tests/training/test_trackers.py
+
+build/trackers/ready: pyproject.toml constraints-trackers.txt
+	@$(PYTHON) -m venv --clear build/trackers
+	@build/trackers/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints-trackers.txt \
+	  --editable '.[tensorboard,wandb,mlflow]' pytest pytest-xdist hypothesis
+	@touch build/trackers/ready
 
 # Many injected faults; writes docs/results/reliability.json; about an hour on two cores.
 soak: setup

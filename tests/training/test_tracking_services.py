@@ -1,6 +1,7 @@
 """MLflow with its local store, and Weights & Biases offline. `make test-trackers` installs both and runs this."""
 
 import json
+import struct
 
 import pytest
 
@@ -45,24 +46,35 @@ def in_mlflow(run):
     return found
 
 
+def wandb_records(path):
+    """The parts of an offline file, which is a log in LevelDB's format: blocks of 32 KiB, in which each part has a
+    header with its checksum, length and kind (1: whole, 2, 3, 4: first, middle and last piece)."""
+    content, place, pieces = path.read_bytes(), 7, []
+    while place + 7 <= len(content):
+        if (left := 2**15 - place % 2**15) < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        pieces.append(content[place + 7 : place + 7 + length])
+        place += 7 + length
+        if kind in (1, 4):
+            yield b"".join(pieces)
+            pieces = []
+
+
 def in_wandb(run):
     """epoch -> the numbers in the offline files; each once"""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     found, run_id = {}, identity(run, "wandb")["run"]
     for path in sorted((run.folder / "wandb").glob(f"offline-run-*/run-{run_id}.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            if record.WhichOneof("record_type") != "history":
-                continue
-            items = {one.key or ".".join(one.nested_key): json.loads(one.value_json) for one in record.history.item}
-            epoch = items["_step"]
-            assert epoch not in found
-            found[epoch] = {name: value for name, value in items.items() if name[0] != "_"}
+        for content in wandb_records(path):
+            record = wandb_internal_pb2.Record.FromString(content)
+            if record.WhichOneof("record_type") == "history":
+                items = {".".join(one.nested_key) or one.key: one.value_json for one in record.history.item}
+                epoch = record.history.step.num
+                assert epoch not in found
+                found[epoch] = {name: json.loads(value) for name, value in items.items() if name[0] != "_"}
     return found
 
 
