@@ -11,7 +11,7 @@ import click
 from moatlab.cli import options as shared
 from moatlab.reproduce.paper import EXPERIMENTS, experiment
 from moatlab.runtime.console import counted
-from moatlab.runtime.errors import RunFailed
+from moatlab.runtime.errors import RunFailed, UserError
 from moatlab.training.presets import default_preset
 
 
@@ -126,23 +126,33 @@ def report_command(runs: tuple[Path, ...], out: Path | None, **options: Any) -> 
 
 @click.command("export", cls=shared.Grouped, short_help="Export a model for other tools.")
 @click.argument("run", type=shared.FILE)
-@click.option("--format", "kind", type=click.Choice(["safetensors", "robustbench", "onnx"]), required=True)
+@click.option("--format", "kind", type=click.Choice(["safetensors", "hub", "robustbench", "onnx"]), required=True)
 @shared.which_option
-@click.option("--out", type=shared.FILE, help="Output folder  [default: RUN/export-FORMAT]")
+@click.option("--out", type=shared.FILE, help="Output folder  [default: RUN/hub or RUN/export-FORMAT]")
+@click.option("--push", "repo", metavar="USER/NAME", help="Upload the folder to the Hugging Face hub.")
 @shared.trust_option
 @shared.json_option
-def export_command(run: Path, kind: str, as_json: bool, **options: Any) -> None:
+def export_command(run: Path, kind: str, repo: str | None, as_json: bool, **options: Any) -> None:
     """Export the model of RUN for other tools, with a model card (README.md).
 
     \b
-    moat export runs/moat-2_mini_s0 --format safetensors    to share
+    moat export runs/moat-2_mini_s0 --format safetensors    the weights
+    moat export runs/moat-2_mini_s0 --format hub --push me/moat-2
     moat export runs/moat-2_cifar10_s0 --format robustbench
     moat export runs/moat-2_mini_s0 --format onnx           for other runtimes
     """
     from moatlab.sharing.export import export_run
+    from moatlab.sharing.hub import check_push, push
 
+    if repo:
+        if kind != "hub":
+            raise UserError("--push needs --format hub")
+        check_push(repo)
+        options["repo"] = repo
     files = export_run(run, kind, **options)
+    address = push(files, repo) if repo else None
     if as_json:
-        shared.print_json({"format": kind, "files": [str(path) for path in files]})
+        pushed = {"url": address} if address else {}
+        shared.print_json({"format": kind, "files": [str(path) for path in files], **pushed})
     else:
-        click.echo("\n".join(map(str, files)))
+        click.echo("\n".join([*map(str, files), *([address] if address else [])]))

@@ -1,4 +1,4 @@
-"""Export the model of a run to safetensors, RobustBench or ONNX, with a model card."""
+"""Export the model of a run to safetensors, a model hub, RobustBench or ONNX, with a model card."""
 
 import logging
 import warnings
@@ -20,6 +20,7 @@ from moatlab.runtime.console import warn
 from moatlab.runtime.errors import RunFailed, UserError, users_code
 from moatlab.runtime.files import RunFile, atomic, make_folder
 from moatlab.runtime.randomness import generator
+from moatlab.sharing.hub import hub_files
 from moatlab.sharing.model_card import card_text
 from moatlab.sharing.robustbench import robustbench_files
 from moatlab.training.recipe import load_recipe
@@ -28,10 +29,16 @@ ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
 def export_run(
-    run: Path, kind: str, out: Path | None = None, *, which: str = "last", trust_model_code: bool = False
+    run: Path,
+    kind: str,
+    out: Path | None = None,
+    *,
+    which: str = "last",
+    repo: str = "USER/NAME",
+    trust_model_code: bool = False,
 ) -> list[Path]:
-    """Write the model of a run folder and a model card into `out` (default: RUN/export-KIND); return the files. `kind`:
-    safetensors, robustbench or onnx."""
+    """Write the model of a run folder and a model card into `out` (default: RUN/hub or RUN/export-KIND); return the
+    files. `kind`: safetensors, hub, robustbench or onnx. `repo`: the name on the hub, for the model card."""
     if kind == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
         raise UserError(f'--format onnx needs {", ".join(missing)}: pip install "moatlab[onnx]"')
     if not (run / RunFile.RECORD).exists():
@@ -39,20 +46,23 @@ def export_run(
     source = weights_file(run, which)
     description = read_weights(source)[1]
     if (run / RunFile.RECIPE).exists():
-        description["method"] = load_recipe(run / RunFile.RECIPE).method  # as the user wrote it
+        recipe = load_recipe(run / RunFile.RECIPE)
+        description |= {"method": recipe.method, "init": recipe.init}  # as the user wrote them
     model = load(source, trust_model_code=trust_model_code)
     card = _card(card_path(run, which), model, description)
-    out = out or run / f"export-{kind}"
+    out = out or run / ("hub" if kind == "hub" else f"export-{kind}")
     readme = out / "README.md"
     if readme.exists() and "library_name: moatlab" not in readme.read_text(encoding="utf-8", errors="replace"):
         raise UserError(f"--out {out} has a README.md that moatlab did not write; name another folder")
     if kind == "safetensors":
         files = {str(RunFile.MODEL): source.read_bytes()}
+    elif kind == "hub":
+        files = hub_files(source.read_bytes(), description)
     elif kind == "robustbench":
         files = robustbench_files(model, description, card)
     else:
         files = onnx_files(model, description["image_shape"])
-    files[readme.name] = card_text(kind, description, card).encode()
+    files[readme.name] = card_text(kind, description, card, repo).encode()
     make_folder(out)
     for name, content in files.items():
         with atomic(out / name) as file:

@@ -38,9 +38,18 @@ model = moatlab.load("model.safetensors"{trust})
 logits = model(images)  # float32, (N, C, H, W) in [0, 1]
 ```
 """,
+    "hub": """\
+```python
+import moatlab
+
+model = moatlab.load("hf_hub:{repo}"{trust})  # or the path of a local copy
+logits = model(images)  # float32, (N, C, H, W) in [0, 1]
+```
+""",
     "robustbench": """\
-The `.pt` file is a state dict of RobustBench's `PreActResNet` with the buffers `mu` and `sigma`; the `.json` file is \
-its model info.
+`model.pt` is a state dict of RobustBench's `PreActResNet` with the buffers `mu` and `sigma`. `model_info.json` is its \
+model info, `zoo_entry.py` its entry for the model zoo, and `issue.md` the text of an issue for the leaderboard, with \
+a list of what is missing.
 """,
     "onnx": """\
 ```python
@@ -51,9 +60,19 @@ session = onnxruntime.InferenceSession("model.onnx")
 ```
 """,
 }
+WITHOUT_MOATLAB = """
+Without moatlab, with transformers, which runs the `modeling_moatlab.py` of this repository:
+
+```python
+from transformers import AutoModelForImageClassification
+
+model = AutoModelForImageClassification.from_pretrained("{repo}", trust_remote_code=True)
+logits = model(images).logits
+```
+"""
 
 
-def card_text(kind: str, description: dict[str, Any], card: Card | None) -> str:
+def card_text(kind: str, description: dict[str, Any], card: Card | None, repo: str) -> str:
     data, method = (" ".join(str(description[name]).split()) for name in ("data", "method"))
     threat = f"{NORM_NAMES[description['norm']]}, eps {Threat.of(description['eps'], description['norm']).text}"
     quoted = {"data": json.dumps(data), "method": json.dumps(method)}
@@ -74,14 +93,15 @@ def card_text(kind: str, description: dict[str, Any], card: Card | None) -> str:
         results += "\n"
         for flag in card.flags:
             results += f"Red flag `{flag.name}` ({flag.evidence}): {flag.meaning}\n\n"
-    names_code = kind == "safetensors" and ":" in str(description["model"])
+    names_code = kind in ("safetensors", "hub") and ":" in str(description["model"])
     code = "The code of the model is not included and must be importable.\n\n" if names_code else ""
     trust = ", trust_model_code=True" if names_code else ""
+    use = USE[kind] + (WITHOUT_MOATLAB if kind == "hub" and not names_code else "")
     height, width, channels = description["image_shape"]
     return (
         f"---\n{metadata}---\n\n# `{method}` on {data}\n\n"
         f"An image classifier, trained with `{method}` in moatlab to be robust ({threat}). It takes images in [0, 1] "
         f"without normalisation, {width}x{height} pixels with {channels} channels, and returns "
         f"{description['classes']} logits, in this order: {', '.join(map(str, description['class_names']))}.\n\n"
-        f"{results}## Use\n\n{code}{USE[kind].format(trust=trust)}"
+        f"{results}## Use\n\n{code}{use.format(trust=trust, repo=repo)}"
     )

@@ -1,4 +1,4 @@
-"""Export a PreAct ResNet as a state dict of RobustBench's PreActResNet, with its model info."""
+"""Export a PreAct ResNet as a state dict of RobustBench's PreActResNet, with its model info and a claim."""
 
 import io
 import json
@@ -12,6 +12,7 @@ from moatlab.data.loading import KNOWN_SIZES
 from moatlab.evaluation.card import Card
 from moatlab.models.preact_resnet import PreActResNet
 from moatlab.runtime.errors import UserError
+from moatlab.sharing.claim import issue_text, zoo_entry
 
 PAPER = "https://arxiv.org/abs/2106.15357"
 LAYERS = {"preact_resnet18": (2, 2, 2, 2), "preact_resnet34": (3, 4, 6, 3), "preact_resnet50": (3, 4, 6, 3)}
@@ -22,15 +23,16 @@ def robustbench_files(model: nn.Module, description: dict[str, Any], card: Card 
     weights = io.BytesIO()
     torch.save(tensors, weights)
     layers, final_norm = list(LAYERS[description["model"]]), description["arguments"]["final_norm"]
+    architecture = f"PreActResNet({block}, {layers}, bn_before_fc={final_norm})"
     info: dict[str, Any] = {
         "link": PAPER,
         "name": f"moatlab: {description['method']}",
         "authors": "",
-        "additional_data": False,
+        "additional_data": None if description.get("init") else False,
         "number_forward_passes": 1,
         "dataset": description["data"],
         "venue": "unpublished",
-        "architecture": f"PreActResNet({block}, {layers}, bn_before_fc={final_norm})",
+        "architecture": architecture,
         "eps": Threat.of(description["eps"], description["norm"]).text,
         "footnote": "mu and sigma are buffers: (x - mu) / sigma comes first.",
     }
@@ -38,7 +40,12 @@ def robustbench_files(model: nn.Module, description: dict[str, Any], card: Card 
         for key, attack in (("clean_acc", "clean"), ("autoattack_acc", "aa"), ("reported", "aa")):
             if attack in card.results:
                 info[key] = f"{100 * card.results[attack].accuracy:.2f}"
-    return {"model.pt": weights.getvalue(), "model_info.json": json.dumps(info, indent=2).encode() + b"\n"}
+    return {
+        "model.pt": weights.getvalue(),
+        "model_info.json": json.dumps(info, indent=2).encode() + b"\n",
+        "zoo_entry.py": zoo_entry(description, block, layers).encode(),
+        "issue.md": issue_text(description, card, architecture).encode(),
+    }
 
 
 def to_robustbench(model: nn.Module, description: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
@@ -54,6 +61,8 @@ def to_robustbench(model: nn.Module, description: dict[str, Any]) -> tuple[dict[
         raise UserError(f"RobustBench's PreAct ResNet has width 64 and takes 32x32 images; this one has {own}")
     if (stem := arguments.get("stem", "3x3")) != "3x3":
         raise UserError(f"RobustBench's PreAct ResNet begins with a 3x3 convolution; this one has the stem {stem}")
+    if (activation := arguments.get("activation", "relu")) != "relu":
+        raise UserError(f"RobustBench's PreAct ResNet has ReLUs; this one has {activation}")
     activated = arguments["shortcut"] == "activated"
     if name == "preact_resnet50" and not activated:
         raise UserError("RobustBench's PreAct ResNet-50 has activated shortcuts; this model was trained with raw ones")
