@@ -1,8 +1,10 @@
 """What goes out into the world answers as the model does."""
 
+import io
 import json
 import logging
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ from moatlab.data.images import as_floats
 from moatlab.evaluation.target import load_target
 from moatlab.models.registry import BUILT_IN, build_model, load
 from moatlab.runtime.errors import RunFailed
+from moatlab.sharing.claim import issue_text, what_is_missing
 from moatlab.sharing.export import onnx_files
-from moatlab.sharing.robustbench import to_robustbench
+from moatlab.sharing.robustbench import robustbench_files, to_robustbench
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 
@@ -144,15 +147,16 @@ def test_an_export_to_onnx_leaves_the_log_level_of_pytorch_as_it_was():
     assert graph
 
 
-class Block(nn.Module):
-    """RobustBench's PreActBlock (`raw`) and PreActBlockV2, written independently."""
+class PreActBlock(nn.Module):
+    """RobustBench's PreActBlock and PreActBlockV2, written independently."""
 
-    def __init__(self, inputs, outputs, stride, activated):
+    activated = False
+
+    def __init__(self, inputs, outputs, stride):
         super().__init__()
         self.bn1, self.bn2 = nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.activated = activated
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False))
 
@@ -163,23 +167,26 @@ class Block(nn.Module):
         return x + self.conv2(F.relu(self.bn2(self.conv1(activation))))
 
 
-class TheirPreActResNet(nn.Module):
-    def __init__(self, activated, bn_before_fc):
+class PreActBlockV2(PreActBlock):
+    activated = True
+
+
+class PreActResNet(nn.Module):
+    def __init__(self, block, num_blocks, num_classes=10, bn_before_fc=False):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
         channels = 64
-        for layer, outputs in enumerate((64, 128, 256, 512), start=1):
-            first = Block(channels, outputs, 1 if layer == 1 else 2, activated)
-            setattr(self, f"layer{layer}", nn.Sequential(first, Block(outputs, outputs, 1, activated)))
+        for layer, (outputs, count) in enumerate(zip((64, 128, 256, 512), num_blocks, strict=True), start=1):
+            blocks = [block(channels, outputs, 1 if layer == 1 else 2)]
+            blocks += [block(outputs, outputs, 1) for _ in range(count - 1)]
+            setattr(self, f"layer{layer}", nn.Sequential(*blocks))
             channels = outputs
         if bn_before_fc:
             self.bn = nn.BatchNorm2d(512)
-        self.linear = nn.Linear(512, 10)
-        self.register_buffer("mu", torch.zeros(1, 3, 1, 1))
-        self.register_buffer("sigma", torch.ones(1, 3, 1, 1))
+        self.linear = nn.Linear(512, num_classes)
 
     def forward(self, x):
-        x = self.conv1((x - self.mu) / self.sigma)
+        x = self.conv1(x)
         for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = layer(x)
         if hasattr(self, "bn"):
@@ -189,20 +196,85 @@ class TheirPreActResNet(nn.Module):
 
 @pytest.mark.parametrize("shortcut", ["activated", "raw"])
 @pytest.mark.parametrize("final_norm", [True, False])
-def test_robustbenchs_module_takes_the_exported_weights_and_answers_alike(shortcut, final_norm):
+def test_the_zoo_entry_builds_robustbenchs_module_which_takes_the_weights_and_answers_alike(shortcut, final_norm):
     torch.manual_seed(0)
     arguments = {"width": 64, "shortcut": shortcut, "final_norm": final_norm, "mean": MEAN, "std": STD}
     model = build_model("preact_resnet18", classes=10, arguments=arguments)
     model(torch.rand(8, 3, 32, 32))  # running statistics that are not the first ones
     model.eval()
-    described = {"model": "preact_resnet18", "arguments": arguments, "image_shape": [32, 32, 3], "data": "cifar10"}
-    tensors, block = to_robustbench(model, described)
-    assert block == {"activated": "PreActBlockV2", "raw": "PreActBlock"}[shortcut]
-    theirs = TheirPreActResNet(shortcut == "activated", final_norm)
-    theirs.load_state_dict(tensors, strict=True)
+    files = robustbench_files(model, described(arguments=arguments), None)
+    names = {"torch": torch, "PreActResNet": PreActResNet, "PreActBlock": PreActBlock, "PreActBlockV2": PreActBlockV2}
+    exec(files["zoo_entry.py"].decode(), names)
+    theirs = names["entry"][1]["model"]()
+    theirs.load_state_dict(torch.load(io.BytesIO(files["model.pt"])), strict=True)
+    block = {"activated": "PreActBlockV2", "raw": "PreActBlock"}[shortcut]
+    architecture = f"PreActResNet({block}, [2, 2, 2, 2], bn_before_fc={final_norm})"
+    assert json.loads(files["model_info.json"])["architecture"] == architecture
+    assert f"- **Architecture**: {architecture}\n" in files["issue.md"].decode()
     images = torch.rand(4, 3, 32, 32)
     with torch.no_grad():
         assert torch.allclose(theirs.eval()(images), model(images), atol=1e-5)
+
+
+def described(**changed):
+    fields = {"model": "preact_resnet18", "classes": 10, "image_shape": [32, 32, 3], "data": "cifar10"}
+    return {**fields, "norm": "linf", "eps": "8/255", "method": "moat:2", **changed}
+
+
+def card(images=10_000, attacks=("clean", "aa"), unfinished=None, flags=(), note=None):
+    """The parts of a card that a claim reads."""
+    results = {name: SimpleNamespace(accuracy=share) for name, share in (("clean", 0.8123), ("aa", 0.4567))}
+    return SimpleNamespace(
+        data=SimpleNamespace(images=images, note=note),
+        subject=SimpleNamespace(unfinished=unfinished),
+        results={name: results[name] for name in attacks},
+        flags=[SimpleNamespace(name=name, evidence="0.3", meaning="Why.") for name in flags],
+    )
+
+
+TO_FILL_IN = ["the name of the model, and title, address and authors of your paper", "the address of model.pt"]
+
+
+def test_a_complete_claim_lacks_only_what_the_authors_know():
+    assert what_is_missing(described(), card()) == TO_FILL_IN
+    text = issue_text(described(), card(), "PreActResNet")
+    assert text.startswith("Title: [New Model] NAME\n")
+    for line in (
+        "- **Dataset**: cifar10",
+        "- **Threat Model**: Linf",
+        "- **eps**: 8/255",
+        "- **Clean accuracy**: 81.23 %",
+        "- **Robust accuracy**: 45.67 %",
+        "- **Additional data**: false",
+        "- **Evaluation method**: AutoAttack, standard version, in moatlab, on 10,000 test images",
+    ):
+        assert f"{line}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "measured", "says"),
+    [
+        ({}, None, "an evaluation: run `moat eval RUN --attacks aa` and export again"),
+        ({}, card(attacks=["clean"]), "AutoAttack: run `moat eval RUN --attacks aa` and export again"),
+        ({}, card(images=1000), "an evaluation on all 10,000 test images: 1,000 were used"),
+        ({}, card(unfinished="stopped after step 2 of 5"), "the end of the training run: stopped after step 2 of 5"),
+        ({}, card(note="a copy"), "an evaluation on the official images; these differ: a copy"),
+        ({}, card(flags=["masking"]), "red flag masking (0.3): Why."),
+        ({"eps": "4/255"}, card(), "RobustBench's leaderboard is at eps 8/255; this model is for eps 4/255"),
+        ({"norm": "l2", "eps": "128/255"}, card(), "RobustBench's leaderboard is at eps 0.5; this model is for eps"),
+        ({"data": "cifar100", "norm": "l2", "eps": "0.5"}, card(), "has no leaderboard for cifar100 in L2"),
+        ({"init": "w.pt"}, card(), "whether the weights that training started from (w.pt) saw additional data"),
+    ],
+)
+def test_a_claim_lists_what_is_missing(changed, measured, says):
+    lacking = what_is_missing(described(**changed), measured)
+    assert lacking[:2] == TO_FILL_IN
+    (found,) = lacking[2:]
+    assert says in found
+    text = issue_text(described(**changed), measured, "PreActResNet")
+    assert f"- {found}\n" in text
+    if measured is None or "aa" not in measured.results:
+        assert "- **Robust accuracy**: (missing)\n" in text
 
 
 @pytest.mark.parametrize(
@@ -212,6 +284,7 @@ def test_robustbenchs_module_takes_the_exported_weights_and_answers_alike(shortc
         ({"image_shape": [16, 16, 3]}, "takes 16x16"),
         ({"arguments": {"width": 16, "shortcut": "raw", "final_norm": True}}, "this one has width 16"),
         ({"arguments": {"width": 64, "shortcut": "raw", "final_norm": True, "stem": "4x4s2"}}, "the stem 4x4s2"),
+        ({"arguments": {"width": 64, "shortcut": "raw", "final_norm": True, "activation": "silu"}}, "one has silu"),
     ],
 )
 def test_robustbench_has_one_preact_resnet_and_others_are_refused_in_a_sentence(changed, says):

@@ -99,9 +99,7 @@ def what_is_missing(description: dict[str, Any], card: Card | None) -> list[str]
     if board is None:
         lacking.append(f"RobustBench has no leaderboard for {data} in {THREATS[description['norm']]}")
     elif Threat.of(board, description["norm"]).eps != threat.eps:
-        lacking.append(
-            f"RobustBench's leaderboard is at eps {board}; this model was trained and evaluated at {threat.text}"
-        )
+        lacking.append(f"RobustBench's leaderboard is at eps {board}; this model is for eps {threat.text}")
     if description.get("init"):
         lacking.append(f"whether the weights that training started from ({description['init']}) saw additional data")
     if card is None:
