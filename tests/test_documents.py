@@ -34,6 +34,8 @@ REPLACED = [
     (r" --on (\d+|ray(:\S+)?)", ""),  # one after another; tests/reproduce/test_pool.py has both
     (r"^(moat eval .*)--data cifar10", r"\1--data mini"),  # tests download nothing; ten classes, as mynet's weights
     (r"--data cifar100?\b", "--data photos"),  # tests download nothing
+    (r" --track (wandb|mlflow)", ""),  # tests/training/test_tracking_services.py has both
+    (r" --push \S+", ""),  # tests/sharing/test_hub.py pushes to a server of its own
     (r"--format robustbench", "--format safetensors"),  # tests/sharing/test_export.py has a model of that size
     (r"^moat demo$", "moat compare fgsm moat:2"),  # what the demo does, in a folder of its own
     (r"^(moat compare (?!.*--data).*)", r"\1 --data photos"),  # smaller than mini

@@ -58,7 +58,7 @@ class Logbook:
             self.event("tracker left out", message)
 
     def end(self, record: RunRecord | None) -> None:
-        """Tell the trackers how the run has ended."""
+        """The run has ended; the record shows how."""
         if record:
             self.trackers.call("end", record)
         self.trackers.close()
