@@ -122,8 +122,8 @@ def hang(*_):
         ("epoch", raise_error, "epoch failed (RuntimeError: the server is)"),
         ("end", raise_error, "end failed (RuntimeError: the server is)"),
         ("epoch", end_the_process, "epoch failed (SystemExit: 3)"),
-        ("start", hang, "start did not return within 0.3 s"),
-        ("epoch", hang, "epoch did not return within 0.3 s"),
+        ("start", hang, "start did not return within 1.5 s"),
+        ("epoch", hang, "epoch did not return within 1.5 s"),
     ],
 )
 def test_a_tracker_that_fails_is_left_out_with_one_warning_and_the_run_has_the_same_bits(
@@ -132,7 +132,7 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning_and_the_run_has_the_s
     plain = train("plain", trackers=[])
     failing, diary = Failing(where, how), Diary()
     if how is hang:
-        monkeypatch.setattr(tracking, "PATIENCE", 0.3)
+        monkeypatch.setattr(tracking, "PATIENCE", 1.5)
         diary = Tracker()  # a busy machine may take longer than that to serve a tracker that works
     with verbosity(True):
         run = train(trackers=[failing, diary])
@@ -183,9 +183,9 @@ def test_a_tracker_is_called_at_the_end_of_a_run_that_does_not_finish(train, mon
 
 
 def test_a_run_leaves_no_thread_behind(train):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     train(trackers=[Diary(), Failing("epoch", raise_error)])
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_what_is_no_tracker_is_refused_before_the_run(train, tmp_path):
