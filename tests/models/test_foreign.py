@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from contextlib import suppress
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 
@@ -228,6 +229,16 @@ def test_a_bad_folder_is_refused_in_one_sentence(a_vit, change, says):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["vit", "unheard-of"])
+def test_code_in_a_folder_is_never_run(a_vit, kind):
+    (a_vit / "own.py").write_text(f"open({str(a_vit / 'was run')!r}, 'w').close()\nclass Own: ...\n")
+    places = dict.fromkeys(("AutoConfig", "AutoModelForImageClassification", "AutoImageProcessor"), "own.Own")
+    change_config(a_vit, model_type=kind, auto_map=places)
+    with suppress(UserError):
+        moatlab.load(a_vit)
+    assert not (a_vit / "was run").exists()
+
+
 @pytest.mark.usefixtures("timm")
 @pytest.mark.parametrize(
     ("fields", "says"),
@@ -329,6 +340,8 @@ def test_an_onnx_result_does_not_claim_flags_that_need_gradients(tmp_path):
     half = 0.5 * torch.ones(60, 3, 4, 4)
     wrong = moatlab.evaluate(moatlab.load(path), half, torch.arange(60) % 4, attacks="clean")
     assert [flag.name for flag in wrong.flags] == ["no-better-than-guessing"]
+    with pytest.raises(UserError, match='leave out precision="bf16"'):
+        moatlab.evaluate(moatlab.load(path), x, y, precision="bf16")
     for options, trouble in (({"attacks": ["aa"]}, "aa"), ({"attacks": "clean", "audit": True}, "audit=True")):
         with pytest.raises(UserError, match=f"{trouble} needs gradients, which an ONNX model does not have; clean"):
             moatlab.evaluate(moatlab.load(path), x, y, **options)

@@ -41,9 +41,10 @@ def eval_command(run: Path | None, attacks: str | None, as_json: bool, threads: 
     moat eval runs/moat-2_mini_s0 --attacks aa --n 200 --save-adversarial
     moat eval weights.pt --model mymodule:factory --data cifar10
     moat eval robustbench.pt --model wide_resnet28_10 --data cifar10
-    moat eval hf_hub:USER/NAME --data FOLDER        also timm:NAME, torchvision:NAME, a local folder
-    moat eval model.onnx --data cifar10             also TorchScript, with --trust-model-code
+    moat eval hf_hub:USER/NAME --data photos
+    moat eval model.onnx --data cifar10
 
+    Also a folder in the layout of a hub, timm:NAME, torchvision:NAME and, with --trust-model-code, a TorchScript file.
     Writes a card: eval.json in the run, or FILE.eval.json beside a file. After an interruption, the same command
     resumes.
     """

@@ -78,6 +78,8 @@ def evaluate(
         raise UserError("examples must be one number for each image")
     if precision not in DTYPES:
         raise UserError(f"the precision must be one of {', '.join(DTYPES)}, not '{precision}'")
+    if precision != "fp32" and not has_gradients(model):
+        raise UserError(f"an ONNX model computes in the precision of its graph; leave out --precision={precision}")
     for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
         if size is not None and size < 1:
             raise UserError(f"{name} must be at least 1, not {size}")
