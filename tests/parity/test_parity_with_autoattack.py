@@ -6,18 +6,21 @@ as long as it is standing. Step sizes, best points and returns to them all show 
 
 import json
 
+import pyautoattack.autopgd_base
+import pyautoattack.square
 import pytest
 import torch
-from pyautoattack.autopgd_base import APGDAttack, APGDAttack_targeted
+from pyautoattack.autopgd_base import APGDAttack, APGDAttack_targeted, L1_projection
 from pyautoattack.fab_pt import FABAttack_PT
 from pyautoattack.square import SquareAttack
 from torch import nn
 
 import moatlab
-from moatlab.attacks import Draws, apgd, fab, square
+from moatlab.attacks import Draws, Probe, apgd, fab, square
 from models_for_tests import FIXTURES
 
-NAMES = {"linf": "Linf", "l2": "L2"}
+NAMES = {"linf": "Linf", "l2": "L2", "l1": "L1"}
+TIMES = {"linf": 1, "l2": 10, "l1": 60}  # at these multiples of a radius about the same images fall
 CLASSES = 6
 
 
@@ -28,6 +31,21 @@ def in_float64(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def exact_projection(monkeypatch):
+    """The reference computes x + delta + correction, which leaves a pixel that should not change off by one rounding
+    error. It counts such pixels as changed, and divides by their norm; here they do not change, as in ours."""
+
+    def project(x, delta, eps):
+        correction = L1_projection(x, delta, eps)
+        delta.copy_(torch.where(correction == -delta, 0, delta + correction))
+        return torch.zeros_like(delta)
+
+    for module in (pyautoattack.autopgd_base, pyautoattack.square):
+        monkeypatch.setattr(module, "L1_projection", project)
+    return project
 
 
 class ReferenceDraws(Draws):
@@ -100,7 +118,7 @@ def follow(model, y, ours, reference, ends=lambda logits, _z, y: logits.argmax(1
 @pytest.mark.parametrize("loss", ["ce", "dlr", "targeted-dlr"])
 def test_apgd_asks_about_the_same_points(norm, loss, eps):
     model, x, y = problem()
-    eps = eps if norm == "linf" else 10 * eps
+    eps = eps * TIMES[norm]
     if loss == "targeted-dlr":
         theirs = APGDAttack_targeted(model, norm=NAMES[norm], eps=eps, device="cpu")
         theirs.y_target = model.layers(x).sort(1).indices[:, -3]
@@ -120,19 +138,49 @@ def test_apgd_asks_about_the_same_points(norm, loss, eps):
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("eps", [0.1, 1.0])
+@pytest.mark.parametrize("loss", ["ce", "dlr", "targeted-dlr"])
+def test_apgd_in_l1_asks_about_the_same_points(exact_projection, loss, eps):
+    """As in the standard version: in balls of three radii, of which the last is judged."""
+    model, x, y = problem()
+    if loss == "targeted-dlr":
+        theirs = APGDAttack_targeted(model, norm="L1", eps=eps, device="cpu")
+        theirs.y_target = model.layers(x).sort(1).indices[:, -3]
+    else:
+        theirs = APGDAttack(model, norm="L1", eps=eps, loss=loss, device="cpu")
+    theirs.init_hyperparam(x)
+    torch.manual_seed(3)
+    delta = torch.randn_like(x)
+    for theirs.eps, theirs.n_iter in ((3 * eps, 30), (2 * eps, 30), (eps, 40)):  # as in its decr_eps_pgd
+        exact_projection(x, delta, theirs.eps)
+        best, robust, _, _ = theirs.attack_single_run(x, y, x_init=x + delta)
+        delta = best - x
+    reference = model.take()
+    torch.manual_seed(3)
+    found = apgd(model, x, y, eps=eps, norm="l1", loss=loss, ranks=[3], draws=ReferenceDraws(len(x)))
+    ours = model.take()[1 if loss == "targeted-dlr" else 0 :]
+    for asked, answer in zip(ours[:62], reference[:62], strict=True):
+        torch.testing.assert_close(asked, answer, rtol=0, atol=1e-9)
+    standing = follow(model, y, ours[62:], reference[62:])
+    assert len(ours) == 62 + 41 or not standing.any()
+    assert torch.equal(standing, robust.bool())
+    assert torch.equal((found != x).flatten(1).any(1), ~standing)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 @pytest.mark.parametrize("rank", [2, 4])
 @pytest.mark.parametrize("eps", [0.001, 0.03])
 def test_fab_asks_about_the_same_points(norm, rank, eps):
     model, x, y = problem()
-    eps = eps if norm == "linf" else 10 * eps
+    eps = eps * TIMES[norm]
     theirs = FABAttack_PT(model, norm=NAMES[norm], eps=eps, targeted=True, device="cpu")
     theirs.target_class = rank
     nearest = theirs.attack_single_run(x, y, is_targeted=True)
     reference = model.take()[2:]  # after the answers for x, each iterate is asked for its gradient, then for its label
     found = fab(model, x, y, eps=eps, norm=norm, ranks=[rank])
     ours = model.take()[1:]
-    order = {"linf": float("inf"), "l2": 2}[norm]
+    order = {"linf": float("inf"), "l2": 2, "l1": 1}[norm]
 
     def within(z):
         return torch.linalg.vector_norm((z - x).flatten(1), ord=order, dim=1) <= eps
@@ -147,20 +195,21 @@ def test_fab_asks_about_the_same_points(norm, rank, eps):
     assert torch.equal((found != x).flatten(1).any(1), ~standing)
 
 
-@pytest.mark.usefixtures("in_float64")
+@pytest.mark.usefixtures("in_float64", "exact_projection")
 @pytest.mark.parametrize("side", [8, 11, 16])
-@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 @pytest.mark.parametrize("eps", [0.005, 0.05])
 def test_square_asks_the_same_queries(norm, side, eps):
     model, x, y = problem(side)
-    eps = eps if norm == "linf" else 20 * eps
+    eps = eps * {"linf": 1, "l2": 20, "l1": 200}[norm]
     theirs = SquareAttack(model, norm=NAMES[norm], eps=eps, n_queries=500, resc_schedule=False, device="cpu")
     theirs.init_hyperparam(x)
     torch.manual_seed(3)
     theirs.attack_single_run(x, y)
     reference = model.take()
     torch.manual_seed(3)
-    found = square(model, x, y, eps=eps, norm=norm, queries=range(500), draws=ReferenceDraws(len(x)))
+    probe = Probe(model, twice=False)
+    found = square(probe, x, y, eps=eps, norm=norm, queries=range(500), draws=ReferenceDraws(len(x)))
     ours = model.take()
     assert len(ours) == len(reference)
     for asked, answer in zip(ours, reference, strict=True):

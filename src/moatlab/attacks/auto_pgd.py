@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moatlab.attacks.active import keep_broken, side_by_side
+from moatlab.attacks.auto_pgd_l1 import WIDEST, apgd_l1
 from moatlab.attacks.draws import Draws
 from moatlab.attacks.losses import cross_entropy, dlr, is_wrong, targeted_dlr
 from moatlab.attacks.norms import Eps, Norm, Threat, per_image
@@ -26,6 +27,7 @@ def apgd(
     ranks: Sequence[int] = (2,),
     steps: int = 100,
     restart: int = 0,
+    average: int = 1,
     draws: Draws | None = None,
 ) -> Tensor:
     """The first adversarial iterate, or x. `ranks` are the target classes of `targeted-dlr`, by their rank in the
@@ -34,19 +36,25 @@ def apgd(
         u = P[z + a steepest(g)],   z' = P[z + 0.75 (u - z) + 0.25 (z - z_before)],   a = 2 eps at first
 
     At each of `check_steps`, if the loss rose in at most 3/4 of the steps since the last check, or a was kept and the
-    best loss has not improved, a is halved and z returns to the best point.
+    best loss has not improved, a is halved and z returns to the best point. L1 has steps of its own: `apgd_l1`.
+
+    `average` is for a randomised model: each step follows the mean of that many gradients, loss and success are those
+    of the last call, and the last adversarial iterate is returned, since the first one may be due to chance.
     """
     probe, threat = as_probe(model), Threat.of(eps, norm)
     draws = draws or Draws.numbered(0, len(x))
     criterion = LOSSES[loss]
     ranks = ranks if loss == "targeted-dlr" else (2,)
     targets = [classes_of_ranks(probe.logits(x), ranks)] if loss == "targeted-dlr" else []
-    z = torch.cat([draws.on_sphere(x, threat, f"apgd {loss}", rank, restart) for rank in ranks]).clamp_(0, 1)
+    start, ball = (draws.in_ball, threat.scaled(WIDEST)) if norm == "l1" else (draws.on_sphere, threat)
+    z = torch.cat([start(x, ball, f"apgd {loss}", rank, restart) for rank in ranks]).clamp_(0, 1)
     found = x.clone()
     rows, x, y = side_by_side(len(ranks), x, y)
     labels = (y, *targets)
+    if norm == "l1":
+        return apgd_l1(probe, x, labels, z, found, rows, threat, loss=criterion, steps=steps, average=average)
     before = z
-    gradient, logits = probe.gradient(z, *labels, loss=criterion)
+    gradient, logits = probe.gradient(z, *labels, loss=criterion, average=average)
     best, best_gradient, best_loss = z, gradient, criterion(logits, *labels)
     best_then, last_loss = best_loss, torch.zeros_like(best_loss)  # the authors' code compares the first loss with 0
     rises, halved = torch.zeros_like(best_loss), torch.ones_like(best_loss, dtype=torch.bool)
@@ -55,7 +63,9 @@ def apgd(
 
     for step in range(1, steps + 2):
         wrong = is_wrong(logits, y)
-        if wrong.any():
+        if average > 1:
+            found[rows[wrong]] = z[wrong]
+        elif wrong.any():
             left = keep_broken(found, z, wrong, rows)
             labels = tuple(label[left] for label in labels)
             rows, x, y, z, before, gradient, best, best_gradient = (
@@ -81,7 +91,7 @@ def apgd(
         if step == steps:  # the last iterate needs no gradient
             logits = probe.logits(z)
             continue
-        gradient, logits = probe.gradient(z, *labels, loss=criterion)
+        gradient, logits = probe.gradient(z, *labels, loss=criterion, average=average)
         new_loss = criterion(logits, *labels)
         rises += new_loss > last_loss
         last_loss = new_loss

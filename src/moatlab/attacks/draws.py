@@ -47,14 +47,17 @@ class Draws:
         return numbers
 
     def in_ball(self, x: Tensor, threat: Threat, purpose: str, *counters: int) -> Tensor:
-        """x plus uniform noise in the ball."""
+        """x plus uniform noise in the ball. In L1, x plus Gaussian noise, projected: uniform noise would change all pixels
+        a little, this one changes a few."""
         shape = tuple(x.shape[1:])
         if threat.norm == "linf":
             return x + (2 * threat.eps * self.each(purpose, shape, *counters) - threat.eps).to(x)
         normal = self.each(purpose, shape, *counters, normal=True)
+        if threat.norm == "l1":
+            return threat.project(x + normal.to(x), x)
         return x + threat.fill(normal, self.each(f"{purpose} radius", (), *counters)).to(x)
 
     def on_sphere(self, x: Tensor, threat: Threat, purpose: str, *counters: int) -> Tensor:
-        """The start of Auto-PGD: x plus uniform (L-inf) or Gaussian (L2) noise, scaled to norm eps."""
+        """The start of Auto-PGD in L-inf or L2: x plus uniform or Gaussian noise, scaled to norm eps."""
         noise = self.each(purpose, tuple(x.shape[1:]), *counters, normal=threat.norm == "l2")
         return x + threat.eps * unit((2 * noise - 1 if threat.norm == "linf" else noise).to(x), threat.norm)

@@ -60,12 +60,15 @@ def onto_hyperplane(z: Tensor, w: Tensor, gap: Tensor, norm: Norm) -> Tensor:
         sum |w| min(t v, room) = |gap|.
 
     The left side is concave and piecewise linear in t, so Newton's method from t = 0 never overshoots, passes each
-    breakpoint at most once and ends at the exact solution.
+    breakpoint at most once and ends at the exact solution. In L1 the pixels with the largest |w| move first, each to the
+    end of its room.
     """
     flat, z = w.flatten(1), z.flatten(1)
     away = flat.sign() * torch.where(gap >= 0, -1, 1)[:, None]
     room = torch.where(away > 0, 1 - z, z)
     size = flat.abs()
+    if norm == "l1":
+        return (away * moves_of_largest(size, room, gap.abs().nan_to_num(0)[:, None])).view_as(w)
     speed = torch.ones_like(size) if norm == "linf" else size
     gain, limit = size * speed, size * room
     need = gap.abs().nan_to_num(0)[:, None]
@@ -81,3 +84,12 @@ def onto_hyperplane(z: Tensor, w: Tensor, gap: Tensor, norm: Norm) -> Tensor:
             break
         t = new
     return (away * torch.minimum(t * speed, room)).view_as(w)
+
+
+def moves_of_largest(size: Tensor, room: Tensor, need: Tensor) -> Tensor:
+    """The smallest sum of moves, each up to `room`, with sum |w| moves = need; all of the room if that is too little."""
+    size, order = size.sort(1, descending=True)
+    gains = size * room.gather(1, order)
+    gained = (need - (gains.cumsum(1) - gains)).clamp(min=0).minimum(gains)
+    moves = torch.where(gained == gains, room.gather(1, order), gained / size)
+    return torch.zeros_like(room).scatter(1, order, torch.where(size > 0, moves, 0))

@@ -1,4 +1,4 @@
-"""Threat models: perturbations of norm at most eps, L-inf or L2, inside the image range [0, 1].
+"""Threat models: perturbations of norm at most eps, in L-inf, L2 or L1, inside the image range [0, 1].
 
 Only tensor methods are used, so that a recipe's threat can be checked without importing torch.
 """
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Norm = Literal["linf", "l2"]
+Norm = Literal["linf", "l2", "l1"]
 Eps = float | str  # a number, or a text such as 8/255
-NORM_NAMES = {"linf": "L-inf", "l2": "L2"}
-USUAL_EPS = {"linf": "8/255", "l2": "128/255"}
+NORM_NAMES = {"linf": "L-inf", "l2": "L2", "l1": "L1"}
+USUAL_EPS = {"linf": "8/255", "l2": "128/255", "l1": "12"}
+SPARSE = 0.01  # of the pixels are changed by a step in L1; Tramèr and Boneh, 2019
 TINY = 1e-12  # the value in AutoAttack's reference code, for equal iterates
 
 
@@ -32,7 +33,7 @@ class Threat:
 
     @classmethod
     def of(cls, eps: Eps | None = None, norm: str = "linf") -> Threat:
-        """`eps` is a number or a text such as 8/255; None means `USUAL_EPS`. An L2 radius may be above 1."""
+        """`eps` is a number or a text such as 8/255; None means `USUAL_EPS`. In L2 and L1 it may be above 1."""
         if norm not in NORM_NAMES:
             raise UserError(f"the norm must be one of {', '.join(NORM_NAMES)}, not '{norm}'")
         text = USUAL_EPS[norm] if eps is None else str(eps).strip()
@@ -42,12 +43,12 @@ class Threat:
             value = value if eps is None or isinstance(eps, str) else float(eps)
         except (TypeError, ValueError, ZeroDivisionError):
             value = math.nan
-        if not 0 < value < (math.inf if norm == "l2" else 1):
-            bounds = "above 0, such as 128/255" if norm == "l2" else "between 0 and 1, such as 8/255"
+        if not 0 < value < (1 if norm == "linf" else math.inf):
+            bounds = f"{'between 0 and 1' if norm == 'linf' else 'above 0'}, such as {USUAL_EPS[norm]}"
             if norm == "linf" and 1 <= value <= 255:
                 bounds = f"between 0 and 1; did you mean {text}/255?"
             raise UserError(f"--eps {text}: the radius must be a number {bounds}")
-        return cls(norm, value, text if slash else readable(value, text))  # type: ignore[arg-type]  # one of the two names
+        return cls(norm, value, text if slash else readable(value, text))  # type: ignore[arg-type]  # one of the names
 
     def __str__(self) -> str:
         return f"{NORM_NAMES[self.norm]} eps {self.text or readable(self.eps)}"
@@ -55,12 +56,16 @@ class Threat:
     def scaled(self, factor: float) -> Threat:
         """The ball with radius factor * eps; in L-inf below 1, which already reaches every image."""
         radius = factor * self.eps
-        return Threat(self.norm, radius if self.norm == "l2" else min(radius, 1 - 1e-6))
+        return Threat(self.norm, min(radius, 1 - 1e-6) if self.norm == "linf" else radius)
 
     def project(self, z: Tensor, x: Tensor) -> Tensor:
-        """z projected onto the ball around x, then onto [0, 1] (which only moves it closer to x)."""
+        """z projected onto the ball around x, then onto [0, 1] (which only moves it closer to x); in L1, onto both."""
         if self.norm == "linf":
             return z.clamp(*box(x, self.eps))
+        if self.norm == "l1":
+            from moatlab.attacks.l1 import project_l1
+
+            return project_l1(z, x, self.eps)
         delta = z - x
         length = per_image(distance(delta, "l2"))
         return (x + delta / (length + TINY) * length.clamp(max=self.eps)).clamp_(0, 1)
@@ -72,7 +77,12 @@ class Threat:
         return delta * (self.eps / per_image(distance(delta, "l2")).clamp(min=self.eps))
 
     def steepest(self, gradient: Tensor) -> Tensor:
-        """The steepest ascent direction of norm one: the gradient's sign (L-inf) or its unit vector (L2)."""
+        """The ascent direction of a step, of norm one: the gradient's sign (L-inf), its unit vector (L2), or the sign of
+        its largest entries (L1; the largest one alone is steepest, but would change one pixel per step)."""
+        if self.norm == "l1":
+            from moatlab.attacks.l1 import largest_signs
+
+            return largest_signs(gradient, SPARSE)
         return gradient.sign() if self.norm == "linf" else unit(gradient, "l2")
 
     def noise(self, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -104,6 +114,8 @@ def box(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def distance(delta: Tensor, norm: Norm) -> Tensor:
     """The norm of each image's perturbation."""
     flat = delta.flatten(1)
+    if norm == "l1":
+        return flat.abs().sum(1)
     return flat.abs().amax(1) if norm == "linf" else flat.square().sum(1).sqrt()
 
 

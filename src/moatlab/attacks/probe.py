@@ -38,8 +38,18 @@ class Probe:
         torch.clear_autocast_cache()  # earlier PyTorch would keep casts without a graph and train with them
         return logits.clone() if logits.is_inference() else logits
 
-    def gradient(self, x: Tensor, *y: Tensor, loss: Callable[..., Tensor] = cross_entropy) -> tuple[Tensor, Tensor]:
-        """The gradient of each image's loss(logits, *y) with respect to the image, and the logits."""
+    def gradient(
+        self, x: Tensor, *y: Tensor, loss: Callable[..., Tensor] = cross_entropy, average: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient of each image's loss(logits, *y) with respect to the image, and the logits. Of a randomised model,
+        the mean of `average` gradients, and the last logits."""
+        total, logits = self._gradient(x, *y, loss=loss)
+        for _ in range(average - 1):
+            gradient, logits = self._gradient(x, *y, loss=loss)
+            total = total + gradient
+        return total / average if average > 1 else total, logits
+
+    def _gradient(self, x: Tensor, *y: Tensor, loss: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         gradients, answers = [], []
         with frozen(self.model), torch.inference_mode(False), torch.enable_grad():
             for tensors in self._split(x, *y):

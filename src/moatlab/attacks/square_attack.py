@@ -48,7 +48,7 @@ def square(
             rows, x, y, best, loss = (state[left] for state in (rows, x, y, best, loss))
         if not len(rows):
             return found
-        candidate = propose(best, x, threat.eps, query, draws)
+        candidate = propose(best, x, threat, query, draws)
         logits = probe.logits(candidate)
         new_loss, wrong = margin(logits, y), is_wrong(logits, y)
         better = (new_loss > loss) | wrong
@@ -69,7 +69,7 @@ def _place(x: Tensor, side: int, down: float, right: float) -> tuple[EllipsisTyp
 
 
 def _first_point(x: Tensor, threat: Threat, draws: Draws) -> Tensor:
-    """Vertical stripes of +-eps (L-inf), or a tiling with small humps, of total norm eps (L2)."""
+    """Vertical stripes of +-eps (L-inf), or a tiling with small humps, scaled to norm eps (L2) or projected (L1)."""
     _, channels, height, width = x.shape
     if threat.norm == "linf":
         stripes = _signs(draws.each("square stripes", (channels, 1, width)))
@@ -83,23 +83,29 @@ def _first_point(x: Tensor, threat: Threat, draws: Draws) -> Tensor:
             signs = _signs(draws.each("square tile signs", (channels, 1, 1), row, column)).to(x)
             top, left = border + row * side, border + column * side
             place = delta[:, :, top : top + side, left : left + side]
-            place += (_hump(side, turned > 0.5).to(x) * signs)[:, :, : place.shape[2], : place.shape[3]]
+            place += (_hump(side, turned > 0.5, threat.norm).to(x) * signs)[:, :, : place.shape[2], : place.shape[3]]
+    return _in_ball(x, delta, threat)
+
+
+def _in_ball(x: Tensor, delta: Tensor, threat: Threat) -> Tensor:
+    if threat.norm == "l1":
+        return threat.scaled(1 - 1e-6).project(x + delta, x)  # smaller, as in the authors' code
     return (x + threat.eps * unit(delta, "l2")).clamp_(0, 1)
 
 
-def _recolour(best: Tensor, x: Tensor, eps: float, query: int, draws: Draws) -> Tensor:
+def _recolour(best: Tensor, x: Tensor, threat: Threat, query: int, draws: Draws) -> Tensor:
     """Each channel of one square is moved up or down by 2 eps, that is, to the boundary of the ball."""
     _, channels, height, width = x.shape
     side = min(max(round(math.sqrt(_share(query) * height * width)), 1), height, width)
     down, right, *colours = draws.shared("square", 2 + channels, query)
     place = _place(x, side, down, right)
-    push = 2 * eps * _signs(torch.tensor(colours)).to(x).view(-1, 1, 1)
+    push = 2 * threat.eps * _signs(torch.tensor(colours)).to(x).view(-1, 1, 1)
     candidate = best.clone()
-    candidate[place] = torch.clamp(best[place] + push, *box(x[place], eps))
+    candidate[place] = torch.clamp(best[place] + push, *box(x[place], threat.eps))
     return candidate
 
 
-def _move_mass(best: Tensor, x: Tensor, eps: float, query: int, draws: Draws) -> Tensor:
+def _move_mass(best: Tensor, x: Tensor, threat: Threat, query: int, draws: Draws) -> Tensor:
     """The perturbation in one square is removed. Its mass, and what the eps-ball has unused, goes to another square, as
     that square's old direction plus a hump of random sign."""
     _, channels, height, width = x.shape
@@ -110,21 +116,24 @@ def _move_mass(best: Tensor, x: Tensor, eps: float, query: int, draws: Draws) ->
     signs = _signs(draws.each("square signs", (channels, 1, 1), query)).to(x)
 
     delta = best - x
-    unused = (eps**2 - per_image(distance(delta, "l2")) ** 2).clamp(min=0)
+    norm, power = threat.norm, 1 if threat.norm == "l1" else 2
+    unused = (threat.eps**power - per_image(distance(delta, norm)) ** power).clamp(min=0)
     both = torch.zeros_like(x[:1])
     both[to] = both[source] = 1
-    mass = _norms(delta * both) ** 2
-    old = delta[to] / (TINY + _norms(delta[to]))
-    new = old + _hump(side, turned > 0.5).to(x) * signs
-    new = new / (TINY + _norms(new)) * (unused / channels + mass).sqrt()
+    mass = unused / channels + _norms(delta * both, norm) ** power
+    old = delta[to] / (TINY + _norms(delta[to], norm))
+    new = old + _hump(side, turned > 0.5, norm).to(x) * signs
+    new = new / (TINY + _norms(new, norm)) * (channels * mass if norm == "l1" else mass.sqrt())
     delta[source] = 0
     delta[to] = new
-    return (x + eps * unit(delta, "l2")).clamp_(0, 1)
+    return _in_ball(x, delta, threat)
 
 
-def _norms(delta: Tensor) -> Tensor:
-    """The L2 norm of each image's channels."""
-    return delta.square().sum((2, 3), keepdim=True).sqrt()
+def _norms(delta: Tensor, norm: Norm) -> Tensor:
+    """The norm over the last two dimensions: of each image's channels."""
+    if norm == "l1":
+        return delta.abs().sum((-2, -1), keepdim=True)
+    return delta.square().sum((-2, -1), keepdim=True).sqrt()
 
 
 def _signs(numbers: Tensor) -> Tensor:
@@ -132,22 +141,22 @@ def _signs(numbers: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _hump(side: int, turned: bool) -> Tensor:
+def _hump(side: int, turned: bool, norm: Norm) -> Tensor:
     """A square of norm one, its upper half a positive hump, its lower half a negative one; or transposed."""
     upper = side // 2
-    hump = torch.cat([_half_hump(upper, side), -_half_hump(side - upper, side)])
-    hump = hump / hump.square().sum().sqrt()
+    hump = torch.cat([_half_hump(upper, side, norm), -_half_hump(side - upper, side, norm)])
+    hump = hump / _norms(hump, norm)
     return hump.T if turned else hump
 
 
-def _half_hump(height: int, width: int) -> Tensor:
-    """At L-inf distance r from the centre: 1/(r+1)^2 + 1/(r+2)^2 + ... up to the border."""
+def _half_hump(height: int, width: int, norm: Norm) -> Tensor:
+    """At L-inf distance r from the centre: 1/(r+1)^p + 1/(r+2)^p + ... up to the border, p = 2 (L2) or 4 (L1)."""
     if not height:
         return torch.zeros(0, width, dtype=torch.float64)
     reach = max(height, width) // 2 + 1
-    falling = 1 / torch.arange(1, reach + 1, dtype=torch.float64) ** 2
+    falling = 1 / torch.arange(1, reach + 1, dtype=torch.float64) ** (4 if norm == "l1" else 2)
     heights = torch.stack([falling[r:].cumsum(0)[-1] for r in range(reach)])
     vertical = (torch.arange(height) - height // 2).abs()
     horizontal = (torch.arange(width) - width // 2).abs()
     hump = heights[torch.maximum(vertical[:, None], horizontal[None, :])]
-    return hump / hump.square().sum().sqrt()
+    return hump / _norms(hump, norm)
