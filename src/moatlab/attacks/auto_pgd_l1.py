@@ -8,7 +8,7 @@ from torch import Tensor
 from moatlab.attacks.active import keep_broken
 from moatlab.attacks.l1 import largest_signs
 from moatlab.attacks.losses import is_wrong
-from moatlab.attacks.norms import Threat, distance, per_image
+from moatlab.attacks.norms import Threat, per_image
 from moatlab.attacks.probe import Probe
 
 WIDEST = 3  # the radius of the first ball, in eps
@@ -31,10 +31,9 @@ def apgd_l1(
     """`found` with the adversarial points of its images `rows`: 3/10 of the steps in the ball of radius 3 eps, 3/10 in
     that of 2 eps, each from the best point of the one before, and the rest, which alone are judged, in that of eps."""
     wide = 3 * steps // 10
-    how = {"loss": loss, "average": average}
-    for factor in range(WIDEST, 1, -1):
-        z = _climb(probe, x, labels, z, threat.scaled(factor), steps=wide, **how)
-    _climb(probe, x, labels, z, threat, steps=steps - 2 * wide, judged=(found, rows), **how)
+    for factor, count in ((WIDEST, wide), (2, wide), (1, steps - 2 * wide)):
+        judged = (found, rows) if factor == 1 else None
+        z = _climb(probe, x, labels, z, threat.scaled(factor), judged, loss=loss, steps=count, average=average)
     return found
 
 
@@ -44,11 +43,11 @@ def _climb(
     labels: tuple[Tensor, ...],
     z: Tensor,
     ball: Threat,
+    judged: tuple[Tensor, Tensor] | None,
     *,
     loss: Callable[..., Tensor],
     steps: int,
     average: int,
-    judged: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The point with the highest loss of z <- P[z + a s], s the sign of the largest gradients, of L1 norm one, and
     a = eps at first. With `judged`, adversarial points are written to `found`, and their images dropped.

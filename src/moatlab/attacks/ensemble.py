@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moatlab.attacks.auto_pgd import apgd
-from moatlab.attacks.catalog import CATALOG, RESTARTS, TARGETS, check_classes
+from moatlab.attacks.catalog import CATALOG, L1_RESTARTS, L1_TARGETS, RESTARTS, TARGETS, check_classes
 from moatlab.attacks.draws import Draws
 from moatlab.attacks.fast_boundary import fab
 from moatlab.attacks.first_order import cw, fgsm, mim, pgd, strong_pgd
@@ -50,7 +50,10 @@ class Part:
             case "mim50":
                 return mim(probe, x, y, eps=eps, step_size=eps / 50, steps=50, norm=norm)
             case "apgd-ce":
-                return apgd(probe, x, y, eps=eps, norm=norm, draws=draws)
+                return apgd(probe, x, y, eps=eps, norm=norm, restart=self.tries.start, draws=draws)
+            case "apgd-ce-eot" | "apgd-dlr-eot":
+                loss, average = self.attack.split("-")[1], CATALOG[self.attack].average
+                return apgd(probe, x, y, eps=eps, norm=norm, loss=loss, average=average, draws=draws)
             case "apgd-t":
                 return apgd(probe, x, y, eps=eps, norm=norm, loss="targeted-dlr", ranks=self.tries, draws=draws)
             case "fab-t":
@@ -64,9 +67,11 @@ def parts_of(name: str, threat: Threat, classes: int, *, restarts: int = RESTART
     attack = CATALOG[name]
     if attack.members:
         return [part for member in attack.members for part in parts_of(member, threat, classes)]
-    ranks = range(2, min(TARGETS, classes - 1) + 2)
+    in_l1 = threat.norm == "l1"
+    ranks = range(2, min(L1_TARGETS if in_l1 and name == "apgd-t" else TARGETS, classes - 1) + 2)
+    starts = L1_RESTARTS if in_l1 and name == "apgd-ce" else 1
     tries = {
-        "one": [range(1)],
+        "one": [range(start, start + 1) for start in range(starts)],
         "restarts": in_groups(range(restarts), first=1),
         "targets": in_groups(ranks, first=GROUP if name == "fab-t" else 1),  # after apgd-t, few images are broken early
         "queries": [range(begin, begin + SEGMENT) for begin in range(0, QUERIES, SEGMENT)],

@@ -60,8 +60,8 @@ def onto_hyperplane(z: Tensor, w: Tensor, gap: Tensor, norm: Norm) -> Tensor:
         sum |w| min(t v, room) = |gap|.
 
     The left side is concave and piecewise linear in t, so Newton's method from t = 0 never overshoots, passes each
-    breakpoint at most once and ends at the exact solution. In L1 the pixels with the largest |w| move first, each to the
-    end of its room.
+    breakpoint at most once and ends at the exact solution. In L1 the pixels with the largest |w| move first, each as
+    far as it has room.
     """
     flat, z = w.flatten(1), z.flatten(1)
     away = flat.sign() * torch.where(gap >= 0, -1, 1)[:, None]
@@ -87,7 +87,7 @@ def onto_hyperplane(z: Tensor, w: Tensor, gap: Tensor, norm: Norm) -> Tensor:
 
 
 def moves_of_largest(size: Tensor, room: Tensor, need: Tensor) -> Tensor:
-    """The smallest sum of moves, each up to `room`, with sum |w| moves = need; all of the room if that is too little."""
+    """The moves of smallest sum, each up to `room`, with sum |w| moves = need; or all of the room if it is too little."""
     size, order = size.sort(1, descending=True)
     gains = size * room.gather(1, order)
     gained = (need - (gains.cumsum(1) - gains)).clamp(min=0).minimum(gains)

@@ -50,6 +50,13 @@ class Threat:
             raise UserError(f"--eps {text}: the radius must be a number {bounds}")
         return cls(norm, value, text if slash else readable(value, text))  # type: ignore[arg-type]  # one of the names
 
+    @classmethod
+    def to_train(cls, eps: Eps | None, norm: str) -> Threat:
+        """Like `of`, but L1 is refused: stages and the monitor have no steps and noise for it."""
+        if norm == "l1":
+            raise UserError("training in L1 is not supported, only evaluation; the norm must be linf or l2")
+        return cls.of(eps, norm)
+
     def __str__(self) -> str:
         return f"{NORM_NAMES[self.norm]} eps {self.text or readable(self.eps)}"
 
@@ -71,14 +78,14 @@ class Threat:
         return (x + delta / (length + TINY) * length.clamp(max=self.eps)).clamp_(0, 1)
 
     def clip(self, delta: Tensor) -> Tensor:
-        """A perturbation projected onto the ball alone."""
+        """A perturbation projected onto the ball alone, L-inf or L2."""
         if self.norm == "linf":
             return delta.clamp(-self.eps, self.eps)
         return delta * (self.eps / per_image(distance(delta, "l2")).clamp(min=self.eps))
 
     def steepest(self, gradient: Tensor) -> Tensor:
-        """The ascent direction of a step, of norm one: the gradient's sign (L-inf), its unit vector (L2), or the sign of
-        its largest entries (L1; the largest one alone is steepest, but would change one pixel per step)."""
+        """The direction of a step, of norm one: the gradient's sign (L-inf), its unit vector (L2), or the sign of its
+        largest entries (L1; the very largest alone is steepest, but would change one pixel per step)."""
         if self.norm == "l1":
             from moatlab.attacks.l1 import largest_signs
 
@@ -86,7 +93,7 @@ class Threat:
         return gradient.sign() if self.norm == "linf" else unit(gradient, "l2")
 
     def noise(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Uniform in the ball around 0, in the shape and memory format of x."""
+        """Uniform in the ball around 0, L-inf or L2, in the shape and memory format of x."""
         import torch
 
         empty = torch.empty_like(x)

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from moatlab.attacks.catalog import NAMES, PAPER, check_names
+from moatlab.attacks.catalog import PAPER, REQUESTS, check_names
+from moatlab.attacks.norms import NORM_NAMES
 from moatlab.cli import options as shared
 from moatlab.runtime import distributed
 from moatlab.runtime.console import counted
@@ -16,9 +17,9 @@ from moatlab.runtime.files import RunFile
 
 @click.command("eval", cls=shared.Grouped, short_help="Measure accuracy under attack, of a run or any model.")
 @click.argument("run", metavar="[RUN|FILE|FOLDER|NAME]", required=False, type=shared.FILE)
-@click.option("--attacks", metavar="NAMES", help=f"Comma-separated: {' '.join(NAMES)}  [default: {','.join(PAPER)}]")
-@click.option("--eps", help="Radius, such as 8/255  [default: the run's; 8/255 for a bare model]")
-@click.option("--norm", type=click.Choice(["linf", "l2"]), help="Norm  [default: the run's; linf for a bare model]")
+@click.option("--attacks", metavar="NAMES", help=f"Comma-separated: {' '.join(REQUESTS)}  [default: {','.join(PAPER)}]")
+@click.option("--eps", help="Radius, such as 8/255  [default: the run's, else 8/255, in l2 128/255, in l1 12]")
+@click.option("--norm", type=click.Choice(list(NORM_NAMES)), help="Norm  [default: the run's; linf for a bare model]")
 @click.option("--n", "count", type=click.IntRange(min=1), help="Use the first N test images  [default: all]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of all random draws.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Images per forward  [default: 256, fewer if large]")
@@ -39,10 +40,12 @@ def eval_command(run: Path | None, attacks: str | None, as_json: bool, threads: 
     \b
     moat eval runs/moat-2_mini_s0
     moat eval runs/moat-2_mini_s0 --attacks aa --n 200 --save-adversarial
-    moat eval weights.pt --model mymodule:factory --data cifar10
+    moat eval weights.pt --model mymodule:factory --data cifar10 --attacks all
     moat eval robustbench.pt --model wide_resnet28_10 --data cifar10
     moat eval hf_hub:USER/NAME --data photos
     moat eval model.onnx --data cifar10
+
+    --attacks all runs each attack once: those that are parts of aa in aa only, and aa-rand only on a randomised model.
 
     Also a folder in the layout of a hub, timm:NAME, torchvision:NAME and, with --trust-model-code, a TorchScript file.
     Writes a card: eval.json in the run, or FILE.eval.json beside a file. After an interruption, the same command

@@ -28,7 +28,8 @@ MEANING = {
     "pgd-weaker-than-fgsm": "many small steps break less than one large step: the gradient misleads attacks.",
     "fgsm-above-clean": "accuracy is higher on FGSM examples than on clean images: the model recognises the attack.",
     "zero-gradients": "many gradients are exactly zero: gradient attacks can't move, and accuracies are too high.",
-    "randomised": "two outputs for the same image differ: attacks must average over draws (EOT), and these do not.",
+    "randomised": "two outputs for the same image differ: attacks must average over calls (EOT), and these do not: "
+    "use --attacks aa-rand.",
     "probabilities": "the outputs look like probabilities: remove the softmax, which saturates the loss of attacks.",
     "rises-with-eps": "accuracy rises with eps, though a larger ball contains the smaller: attacks miss examples.",
     "not-zero-at-half": "at radius 0.5 each image can be made grey, and yet some are robust: attacks miss examples.",
@@ -109,7 +110,7 @@ def measure(
         return (~is_wrong(probe.logits(points), y) & right).float().mean().item()
 
     radii = {"at half of eps": 0.5, "at eps": 1, "at twice eps": 2}
-    half = Threat(threat.norm, 0.5 if threat.norm == "linf" else 0.5 * x[0].numel() ** 0.5)
+    half = Threat(threat.norm, 0.5 * x[0].numel() ** {"linf": 0, "l2": 0.5, "l1": 1}[threat.norm])
     return Measured(
         randomised=outputs.randomised,
         probabilities=outputs.probabilities,
@@ -126,7 +127,7 @@ def measure(
 def judge(measured: Measured | WithoutGradients, broken_by: Verdicts, *, chosen_on_test: bool = False) -> list[Flag]:
     """The red flags. Accuracies on all images are preferred to those on the sample; differences of two or three images
     are ignored. `chosen_on_test`: see `Subject`."""
-    raised = _seen_in_outputs(measured, broken_by["clean"])
+    raised = _seen_in_outputs(measured, broken_by)
     if chosen_on_test:
         raised["epoch-chosen-on-test"] = "its run monitored test images"
     if isinstance(measured, WithoutGradients):
@@ -173,13 +174,15 @@ def _as_flags(raised: dict[str, str]) -> list[Flag]:
     return [Flag(name=name, evidence=evidence, meaning=MEANING[name]) for name, evidence in raised.items()]
 
 
-def _seen_in_outputs(measured: Measured | WithoutGradients, clean: list[str | None]) -> dict[str, str]:
+def _seen_in_outputs(measured: Measured | WithoutGradients, broken_by: Verdicts) -> dict[str, str]:
     """Flags that need no gradients."""
     raised: dict[str, str] = {}
+    clean = broken_by["clean"]
     right, count, most = clean.count(None), len(clean), max(measured.labels)
     if count >= ENOUGH and wilson(right, count)[0] <= most / count:
         raised["no-better-than-guessing"] = f"{_of('clean', right / count)}, guessing {100 * most / count:.1f} %"
-    if measured.randomised:
+    averaged = any(name in CATALOG and CATALOG[name].average > 1 for name in broken_by)
+    if measured.randomised and not averaged:
         raised["randomised"] = "two forward passes differ"
     if measured.probabilities:
         raised["probabilities"] = "all outputs are in [0, 1] and sum to 1"

@@ -194,7 +194,7 @@ def summarise(one: Summarised, title: str) -> Sheet:
         for name, result in results.items()
     ]
     if len(results) > 2:
-        rows.append(("all", percent(whole.accuracy), percent_range(whole.interval), "", "", ""))
+        rows.append(("strongest", percent(whole.accuracy), percent_range(whole.interval), "", "", ""))
     lines = [Line(f"* {name} is {result.note}") for name, result in results.items() if result.note]
     if one.audit:
         lines.append(Line(f"audit: {one.audit.broken} of {one.audit.attacked} robust images were broken"))

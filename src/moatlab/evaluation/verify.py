@@ -120,8 +120,8 @@ def inconsistency(card: Card) -> str | None:
         if not on_every_image and wrong_before != [verdict is not None for verdict in before]:
             return f"{name}: the images that were wrong before the attack are not those of the other verdicts"
     first = first_broken_by(broken_by)
-    shown = {name: dict(result) for name, result in card.results.items()} | {"all": dict(card.all_attacks)}
-    counted = {name: dict(shares(verdicts)) for name, verdicts in {**attacks, "all": first}.items()}
+    shown = {name: dict(result) for name, result in card.results.items()} | {"strongest": dict(card.all_attacks)}
+    counted = {name: dict(shares(verdicts)) for name, verdicts in {**attacks, "strongest": first}.items()}
     if shown.keys() != counted.keys() or any(shown[name] | counted[name] != shown[name] for name in shown):
         return "the accuracies do not match the verdicts"
     if card.first_broken_by != first:

@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from moatlab.attacks.catalog import CATALOG, NAMES, WATCHED
-from moatlab.attacks.norms import Threat
+from moatlab.attacks.norms import NORM_NAMES, Threat
 from moatlab.report.charts import COLOURS, Series, line_chart, pareto, scatter, surface
 from moatlab.report.plots import plot_portrait, plot_run
 from moatlab.report.template import fill, refuse_folder, write_text
@@ -206,7 +206,7 @@ def _by_radius(views: list[RunView], norm: str) -> dict[str, Any]:
     curves = [Series(views[number].label, number, portrait.points) for number, portrait in portraits.items()]
     own = {one.scale * Threat.of(one.eps, norm).eps for one in portraits.values()}
     guide = own.pop() if len(own) == 1 else None
-    x_label = "eps x 255 (L-inf)" if norm == "linf" else "eps (L2)"
+    x_label = f"eps{' x 255' if norm == 'linf' else ''} ({NORM_NAMES[norm]})"
     drawing = line_chart(curves, x_label=x_label, y_label="robust accuracy (%)", guide=guide)
     counts = " or ".join(dict.fromkeys(f"{one.steps} steps on {one.curve.images}" for one in portraits.values()))
     dashed = " Dashed line: the training radius." if guide is not None else ""

@@ -29,7 +29,7 @@ from moatlab.runtime.randomness import generator
 
 IMAGES = 200  # for robustness by radius
 RADII = 8  # equal steps, up to WIDEST or the training radius
-WIDEST = {"linf": 16 / 255, "l2": 1.0}
+WIDEST = {"linf": 16 / 255, "l2": 1.0, "l1": 24.0}
 STEPS = 10
 SHOWN = 8
 SIDE = 25  # points of the loss surface per direction

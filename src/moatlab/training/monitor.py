@@ -51,7 +51,7 @@ def measure(
     images, then their PGD-7 examples. `shared`: all processes call this with all images, share the work, and get the
     same result.
     """
-    threat = Threat.of(eps, norm)
+    threat = Threat.to_train(eps, norm)
     x, y = images_and_labels(x, y)
     device = device_of(model, x)
     y = y.to(device)

@@ -49,7 +49,7 @@ def make_batch(
         raise UserError(f"'{only}' has a loss of its own and makes no batch; use a batch stage")
     if classes is None and entry.mixes_labels:
         raise UserError(f"'{only}' mixes labels; give the number of classes, as in classes=10")
-    threat = Threat.of(eps, norm)
+    threat = Threat.to_train(eps, norm)
     x, y = images_and_labels(x, y)
     if classes is not None:
         check_labels(int(y.min()), int(y.max()), classes)
