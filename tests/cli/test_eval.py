@@ -379,6 +379,18 @@ def test_an_l2_ball_may_be_larger_than_one(moat, model_file):
     assert "L2 eps 1.5" in out
 
 
+def test_l1_is_a_norm_of_eval_and_verify(moat, model_file):
+    attacks = "fgsm,pgd7,apgd-ce,fab-t"
+    code, out, err = moat("eval", model_file, "--norm", "l1", "--n", 20, "--attacks", attacks, "--save-adversarial")
+    assert code == 0, err
+    assert "L1 eps 12" in out
+    assert "no red flags" in out
+    assert re.search(r"strongest\s+[│|]?\s+0\.0", out)
+    ended = moat("verify", f"{model_file}.eval.json")
+    assert ended.code == 0, ended.err
+    assert 11 < float(ended.out.split("largest distance ")[1]) <= 12
+
+
 def test_the_audit_is_reported(moat, run_folder):
     code, out, err = moat("eval", run_folder, "--n", 30, "--attacks", "fgsm", "--audit")
     assert code == 0, err
@@ -399,7 +411,8 @@ def test_the_audit_is_reported(moat, run_folder):
         (["--eps", "0"], "--eps 0"),
         (["--eps", "-1/255"], "--eps -1/255"),
         (["--eps", "nan"], "--eps nan"),
-        (["--norm", "l1"], "linf"),
+        (["--norm", "l0"], "linf"),
+        (["--norm", "l1", "--eps", "0"], "above 0, such as 12"),
         (["--norm", "l2", "--eps", "0"], "above 0"),
         (["--norm", "l2", "--eps", "x/2"], "above 0"),
         (["--n", "0"], "--n"),

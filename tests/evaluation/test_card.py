@@ -60,7 +60,7 @@ def test_a_file_with_other_content_is_no_card(evaluated, tmp_path, change):
         Card.read(tmp_path / "eval.json")
 
 
-@pytest.mark.parametrize(("name", "value"), [("eps", "8"), ("eps", 0.1), ("norm", "l1"), ("images", 0), ("seed", "0")])
+@pytest.mark.parametrize(("name", "value"), [("eps", "8"), ("eps", 0.1), ("norm", "l0"), ("images", 0), ("seed", "0")])
 def test_settings_that_can_not_be_are_no_cards(evaluated, tmp_path, name, value):
     fields = read_json(evaluated[0].card)
     fields["settings"][name] = value

@@ -13,12 +13,12 @@ import moatlab
 import models_for_tests
 from moatlab import UserError, evaluate
 from moatlab.attacks import Draws, Probe, apgd, autoattack, cw, fab, fgsm, mim, pgd, square, strong_pgd
-from moatlab.attacks.catalog import NAMES, RAND
+from moatlab.attacks.catalog import CATALOG, EOT, NAMES, RAND, working_attacks
 from moatlab.attacks.draws import BLOCK
-from moatlab.attacks.ensemble import Part
+from moatlab.attacks.ensemble import Part, parts_of
 from moatlab.attacks.losses import dlr, is_wrong, margin, targeted_dlr
 from moatlab.attacks.norms import Threat, distance
-from moatlab.runtime.console import Bar
+from moatlab.runtime.console import Bar, verbosity
 from moatlab.runtime.files import read_json, write_json
 from models_for_tests import CALLS, Returns, counted, images, network, small_network
 
@@ -584,11 +584,85 @@ def test_a_model_whose_modes_do_work_is_given_back_in_its_mode():
     assert model[1].training
 
 
+class Noisy(nn.Module):
+    """Linear, because aa-rand asks for 4,000 gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(48, 4)
+
+    def forward(self, x):
+        return self.linear((x + 0.1 * torch.randn_like(x)).flatten(1))
+
+
+def test_aa_rand_is_reproducible_and_answers_the_flag_of_a_randomised_model():
+    model = Noisy()
+    torch.manual_seed(1)
+    x = torch.rand(20, 3, 4, 4)
+    y = model.linear(x.flatten(1)).argmax(1)
+    once, again = (evaluate(model, x, y, attacks="aa-rand", eps=0.03) for _ in range(2))
+    assert once.broken_by == again.broken_by
+    assert set(once.broken_by["aa-rand"]) <= {None, "clean", *RAND}
+    assert 0 < once.accuracy["aa-rand"] < once.accuracy["clean"]
+    assert "randomised" not in [flag.name for flag in once.flags]
+    assert "* aa-rand is for randomised models" in str(once)
+    assert once.cost["aa-rand"].gradients % EOT == 0
+    (flag,) = [flag for flag in evaluate(model, x, y, attacks="pgd7", eps=0.03).flags if flag.name == "randomised"]
+    assert "--attacks aa-rand" in flag.meaning
+
+
+def test_averaged_gradients_of_a_model_that_is_not_randomised_are_the_same_attack(capsys):
+    """Only cost is lost: no image is dropped, and the last adversarial iterate is judged instead of the first."""
+    model = network()
+    x, y = images(8, model)
+    once, averaged = (apgd(model, x, y, eps=0.05, steps=30, average=average) for average in (1, 2))
+    assert torch.equal(model(once).argmax(1) == y, model(averaged).argmax(1) == y)
+    with verbosity(True):
+        working_attacks(["apgd-ce-eot"], 5, randomised=False)
+    assert "the model is not randomised" in capsys.readouterr().err
+
+
+def test_all_runs_every_attack_once():
+    usual = ["fgsm", "pgd7", "pgd50", "cw50", "mim50", "aa"]
+    assert working_attacks(["all"], 10, randomised=False) == usual
+    assert working_attacks(["all"], 10, randomised=True) == [*usual, "aa-rand"]
+    assert working_attacks(["aa-rand", "all"], 10, randomised=False) == ["aa-rand", *usual]
+    assert working_attacks(["all"], 2, randomised=True) == [*usual[:-1], "apgd-ce", "fab-t", "square", "apgd-ce-eot"]
+    in_parts = {member for name in ("aa", "aa-fast", "aa-rand") for member in CATALOG[name].members}
+    assert {*usual, "aa-rand", "aa-fast", "clean"} | in_parts == set(NAMES)
+    model = network()
+    x, y = images(6, model)
+    result = evaluate(model, x, y, attacks="all", eps=0.9)
+    assert result.attacks == ("clean", *usual)
+    assert "strongest" in str(result)
+
+
+def test_auto_pgd_in_l1_has_the_restarts_and_targets_of_autoattack():
+    sizes = {
+        (norm, name): [len(part.tries) for part in parts_of(name, Threat(norm, 1.0), 10)]
+        for norm in ("l2", "l1")
+        for name in ("apgd-ce", "apgd-t", "fab-t", "apgd-ce-eot")
+    }
+    assert {key: sum(tries) for key, tries in sizes.items()} == {
+        ("l2", "apgd-ce"): 1, ("l2", "apgd-t"): 9, ("l2", "fab-t"): 9, ("l2", "apgd-ce-eot"): 1,
+        ("l1", "apgd-ce"): 5, ("l1", "apgd-t"): 5, ("l1", "fab-t"): 9, ("l1", "apgd-ce-eot"): 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("ask", [moatlab.measure, lambda *given, **how: moatlab.make_batch(*given, "fgsm", **how)])
+def test_training_in_l1_is_refused(ask):
+    model = network()
+    with pytest.raises(UserError, match="training in L1 is not supported"):
+        ask(model, *images(4, model), eps=1.0, norm="l1")
+
+
 def test_the_default_radius_is_the_usual_one_of_the_norm():
     model = network()
     x, y = images(4, model)
     assert evaluate(model, x, y, attacks=["fgsm"]).settings.threat.eps == 8 / 255
     assert evaluate(model, x, y, attacks=["fgsm"], norm="l2").settings.threat.eps == 128 / 255
+    assert evaluate(model, x, y, attacks=["fgsm"], norm="l1").settings.threat.eps == 12
 
 
 # --- losses

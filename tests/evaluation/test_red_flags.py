@@ -138,7 +138,7 @@ SQUARE_BESIDE_PGD = {"square": ["square", *[None] * 99], "pgd50": [None, *["pgd5
     ],
 )
 def test_each_flag_is_raised_by_its_numbers_and_by_no_others(flag, measured, verdicts):
-    raised = judge(MEASURED.model_copy(update=measured), accuracy(clean=0.8) | verdicts)
+    raised = judge(MEASURED.model_copy(update=measured), accuracy(clean=0.8) | verdicts, "linf")
     assert [one.name for one in raised] == ([flag] if flag else [])
     assert all(one.meaning == MEANING[one.name] for one in raised)
     assert MEANING.keys() == RAISED_IF.keys()
@@ -148,7 +148,7 @@ def test_each_flag_is_raised_by_its_numbers_and_by_no_others(flag, measured, ver
 def test_a_few_images_raise_no_flag_of_guessing(count, raised):
     right = count // 5
     measured = MEASURED.model_copy(update={"labels": [count - count // 2, count // 2], "sample": count})
-    flags = judge(measured, {"clean": [None] * right + ["clean"] * (count - right)})
+    flags = judge(measured, {"clean": [None] * right + ["clean"] * (count - right)}, "linf")
     assert ("no-better-than-guessing" in [flag.name for flag in flags]) == raised
 
 

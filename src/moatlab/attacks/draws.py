@@ -47,8 +47,7 @@ class Draws:
         return numbers
 
     def in_ball(self, x: Tensor, threat: Threat, purpose: str, *counters: int) -> Tensor:
-        """x plus uniform noise in the ball. In L1, x plus Gaussian noise, projected, which changes a few pixels, not all
-        of them a little."""
+        """x plus uniform noise in the ball; in L1 x plus Gaussian noise, projected, which changes only a few pixels."""
         shape = tuple(x.shape[1:])
         if threat.norm == "linf":
             return x + (2 * threat.eps * self.each(purpose, shape, *counters) - threat.eps).to(x)

@@ -87,7 +87,7 @@ def onto_hyperplane(z: Tensor, w: Tensor, gap: Tensor, norm: Norm) -> Tensor:
 
 
 def moves_of_largest(size: Tensor, room: Tensor, need: Tensor) -> Tensor:
-    """The moves of smallest sum, each up to `room`, with sum |w| moves = need; or all of the room if it is too little."""
+    """The moves of smallest sum, within the room, with sum |w| moves = need; all of the room if that is too little."""
     size, order = size.sort(1, descending=True)
     gains = size * room.gather(1, order)
     gained = (need - (gains.cumsum(1) - gains)).clamp(min=0).minimum(gains)

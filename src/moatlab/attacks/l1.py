@@ -11,21 +11,23 @@ def project_l1(z: Tensor, x: Tensor, eps: float) -> Tensor:
 
         |z' - x| = clamp(|z - x| - a, 0, room),   a >= 0 the smallest with sum |z' - x| <= eps.
 
-    The sum is piecewise linear in a, so a is found exactly from its sorted breakpoints, in float64. The radius is
-    smaller by the rounding error of a sum over all pixels, so that the rounded point is inside the ball.
+    The sum is piecewise linear in a, so a is found exactly from its sorted breakpoints, in float64. Pixels are rounded
+    towards x: rounding errors, which often have the same sign in all pixels, would add up to a point outside the ball.
     """
-    radius = max(eps - torch.finfo(x.dtype).eps * x[0].numel() ** 0.5, 0.0)
-    change, end = (z.double() - x.double()).flatten(1), z.double().flatten(1)
+    centre, end = x.double().flatten(1), z.double().flatten(1)
+    change = end - centre
     size, outside = change.abs(), torch.maximum(end - 1, -end).clamp_(min=0)
     breaks, order = torch.cat([outside, size], 1).sort(1)
     shrinking = torch.where(order < size.shape[1], 1, -1).cumsum(1)[:, :-1]  # pixels, from each breakpoint to the next
     first = (size - outside).sum(1, keepdim=True)
     totals = torch.cat([first, first - (shrinking * breaks.diff(dim=1)).cumsum(1)], 1)
-    last = ((totals > radius).sum(1, keepdim=True) - 1).clamp(0, shrinking.shape[1] - 1)
-    amount = breaks.gather(1, last) + (totals.gather(1, last) - radius) / shrinking.gather(1, last).clamp(min=1)
-    amount = torch.where(first > radius, amount, 0)
-    left = (size - outside.maximum(amount)).clamp_(min=0)  # 0 leaves a pixel exactly as it was
-    return (x.double() + (change.sign() * left).view_as(x)).to(x.dtype).clamp_(0, 1)
+    last = ((totals > eps).sum(1, keepdim=True) - 1).clamp(0, shrinking.shape[1] - 1)
+    amount = breaks.gather(1, last) + (totals.gather(1, last) - eps) / shrinking.gather(1, last).clamp(min=1)
+    amount = torch.where(first > eps, amount, 0)
+    left = (size - outside.maximum(amount)).clamp_(min=0)
+    moved = (centre + change.sign() * left).to(x.dtype)
+    moved = torch.where((moved.double() - centre).abs() > left, torch.nextafter(moved, x.flatten(1)), moved)
+    return moved.clamp_(0, 1).view_as(x)
 
 
 def largest_signs(gradient: Tensor, share: Tensor | float) -> Tensor:

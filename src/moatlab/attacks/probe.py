@@ -41,8 +41,8 @@ class Probe:
     def gradient(
         self, x: Tensor, *y: Tensor, loss: Callable[..., Tensor] = cross_entropy, average: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """The gradient of each image's loss(logits, *y) with respect to the image, and the logits. `average`: the mean of
-        so many gradients, for a randomised model, and the logits of the last call."""
+        """The gradient of each image's loss(logits, *y) with respect to the image, and the logits. `average`: for a
+        randomised model, the mean over that many calls, and the logits of the last."""
         total, logits = self._gradient(x, *y, loss=loss)
         for _ in range(average - 1):
             gradient, logits = self._gradient(x, *y, loss=loss)

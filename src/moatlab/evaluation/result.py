@@ -96,7 +96,7 @@ class Evaluation:
     @cached_property
     def flags(self) -> list[Flag]:
         """Signs that the accuracies may overestimate robustness."""
-        return judge(self.measured, self.broken_by)
+        return judge(self.measured, self.broken_by, self.settings.norm)
 
     @property
     def results(self) -> dict[str, Result]:

@@ -126,7 +126,7 @@ def inconsistency(card: Card) -> str | None:
         return "the accuracies do not match the verdicts"
     if card.first_broken_by != first:
         return "the list of what broke each image first does not match the verdicts"
-    raised = judge(card.measured, broken_by, chosen_on_test=card.subject.chosen_on_test)
+    raised = judge(card.measured, broken_by, card.settings.norm, chosen_on_test=card.subject.chosen_on_test)
     if missing := {flag.name for flag in raised} - {flag.name for flag in card.flags}:
         return f"its numbers raise a red flag that it does not list: {min(missing)}"
     return None
