@@ -48,7 +48,7 @@ def a_card(name, *, images=200, eps="8/255", norm="linf", data="mini", precision
         settings=settings,
         results=result.results,
         all_attacks=result.all_attacks,
-        flags=judge(measured, broken_by),
+        flags=judge(measured, broken_by, "linf"),
         measured=measured,
         adversarial=None,
         environment={},

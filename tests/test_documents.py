@@ -39,7 +39,7 @@ REPLACED = [
     (r"--format robustbench", "--format safetensors"),  # tests/sharing/test_export.py has a model of that size
     (r"^moat demo$", "moat compare fgsm moat:2"),  # what the demo does, in a folder of its own
     (r"^(moat compare (?!.*--data).*)", r"\1 --data photos"),  # smaller than mini
-    (r"--attacks aa\b", "--attacks apgd-ce"),  # tests/cli/test_eval.py runs AutoAttack
+    (r"--attacks (aa-rand|aa|all)\b", "--attacks apgd-ce"),  # tests/cli/test_eval.py runs AutoAttack
     (r"^(moat eval (?!.*--attacks).*)", r"\1 --attacks fgsm,pgd7"),  # tests/evaluation/test_evaluator.py runs each
     (r"^(moat reproduce .*?)( --plan)?$", r"\1 --plan"),  # tests/reproduce/test_sweep.py runs sweeps
 ]

@@ -212,7 +212,7 @@ def test_no_model_of_the_published_results_raises_the_flag_of_pgd_above_autoatta
     for model in models:
         count = len(model["aa"])  # the first of those of pgd50
         verdicts = {name: [None if one else name for one in robust[:count]] for name, robust in model.items()}
-        raised = judge(MEASURED.model_copy(update={"labels": [count // 10] * 10}), verdicts)
+        raised = judge(MEASURED.model_copy(update={"labels": [count // 10] * 10}), verdicts, "linf")
         assert "pgd-far-above-aa" not in [flag.name for flag in raised]
         largest = max(largest, (sum(model["pgd50"][:count]) - sum(model["aa"])) / count)
     assert largest == pytest.approx(0.07)  # of 200 images, so the difference alone would not do as a rule
