@@ -206,7 +206,9 @@ def make_card(result: Evaluation, target: Target, environment: dict[str, str | i
         settings=result.settings,
         results=result.results,
         all_attacks=result.all_attacks,
-        flags=judge(result.measured, result.broken_by, result.settings.norm, chosen_on_test=target.subject.chosen_on_test),
+        flags=judge(
+            result.measured, result.broken_by, result.settings.norm, chosen_on_test=target.subject.chosen_on_test
+        ),
         measured=result.measured,
         adversarial=saved,
         environment=environment,
