@@ -192,7 +192,7 @@ def warn_of_sorted(images: Images, count: int) -> None:
 
 
 def make_card(result: Evaluation, target: Target, environment: dict[str, str | int], saved: str | None) -> Card:
-    images = target.images
+    images, chosen_on_test = target.images, target.subject.chosen_on_test
     return Card(
         subject=target.subject,
         data=Data(
@@ -206,9 +206,7 @@ def make_card(result: Evaluation, target: Target, environment: dict[str, str | i
         settings=result.settings,
         results=result.results,
         all_attacks=result.all_attacks,
-        flags=judge(
-            result.measured, result.broken_by, result.settings.norm, chosen_on_test=target.subject.chosen_on_test
-        ),
+        flags=judge(result.measured, result.broken_by, result.settings.norm, chosen_on_test=chosen_on_test),
         measured=result.measured,
         adversarial=saved,
         environment=environment,
