@@ -72,6 +72,16 @@ def test_in_float32_rounding_does_not_leave_the_ball(eps, spread):
     assert far.min() >= min(eps - 2e-4, 0.5 * spread)
 
 
+def test_large_batches_are_projected_in_parts(monkeypatch):
+    torch.manual_seed(0)
+    x = torch.rand(7, 3, 4, 4)
+    z = x + torch.randn_like(x)
+    whole = project_l1(z, x, 2.0)
+    monkeypatch.setattr("moatlab.attacks.l1.AT_ONCE", 100)  # about two images
+    assert torch.equal(project_l1(z, x, 2.0), whole)
+    assert project_l1(z[:0], x[:0], 2.0).shape == (0, 3, 4, 4)
+
+
 def test_pixels_that_do_not_change_are_exactly_those_of_the_image():
     torch.manual_seed(0)
     x = torch.rand(10, 3, 16, 16)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+AT_ONCE = 2**21  # values that are sorted together, to limit the memory
+
 
 def project_l1(z: Tensor, x: Tensor, eps: float) -> Tensor:
     """The point nearest to z (in L2) of those in [0, 1] with L1 distance at most eps from x. Croce and Hein, 2021.
@@ -14,6 +16,12 @@ def project_l1(z: Tensor, x: Tensor, eps: float) -> Tensor:
     The sum is piecewise linear in a, so a is found exactly from its sorted breakpoints, in float64. Pixels are rounded
     towards x: rounding errors, which often have the same sign in all pixels, would add up to a point outside the ball.
     """
+    parts = x.numel() // AT_ONCE + 1
+    pairs = zip(z.tensor_split(parts), x.tensor_split(parts), strict=True)
+    return torch.cat([_projected(*pair, eps) for pair in pairs])
+
+
+def _projected(z: Tensor, x: Tensor, eps: float) -> Tensor:
     centre, end = x.double().flatten(1), z.double().flatten(1)
     change = end - centre
     size, outside = change.abs(), torch.maximum(end - 1, -end).clamp_(min=0)
