@@ -32,6 +32,7 @@ REPLACED = [
     (r"^moat tune .*", "moat tune --show-space"),  # tests/reproduce/test_tune.py searches
     (r"--recipe runs/tune_\S+", "moat:2"),  # the result of a search
     (r" --on (\d+|ray(:\S+)?)", ""),  # one after another; tests/reproduce/test_pool.py has both
+    (r"hf_hub:USER/NAME --data photos", "runs/moat-2_mini_s0"),  # tests/models/test_foreign.py has hub folders
     (r"^(moat eval .*)--data cifar10", r"\1--data mini"),  # tests download nothing; ten classes, as mynet's weights
     (r"--data cifar100?\b", "--data photos"),  # tests download nothing
     (r" --track (wandb|mlflow)", ""),  # tests/training/test_tracking_services.py has both
